@@ -14,7 +14,7 @@ from kjo_django.models import Job, WorkflowEdge
 from kjo_django.models import Workflow as Row
 from kjo_django.operations import dead_letters, workflows
 from kjo_django.operations import jobs as operations
-from kjo_django.states import OPEN_WORKFLOWS, JobState
+from kjo_django.states import OPEN_WORKFLOWS, UNFINISHED, JobState, OnFailure
 from kjo_django.workflows.snapshots import graph, snapshot
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario
@@ -83,9 +83,14 @@ def _problems_of(row: Row, many: set[str]) -> list[str]:
     counted = (shown.steps.total, shown.steps.failed, shown.steps.cancelled)
     if counted != (states.total(), states[JobState.FAILED], states[JobState.CANCELLED]):
         found.append(f"{row} has counted {shown.steps}, of {dict(states)}")
-    for edge in WorkflowEdge.objects.filter(stage__workflow=row):
+    unfinished = sum(states[each] for each in UNFINISHED)
+    if shown.steps.open != unfinished:
+        found.append(f"{row} has counted {shown.steps.open} open steps of {unfinished}")
+    for edge in WorkflowEdge.objects.filter(stage__workflow=row).select_related("stage"):
         for after in steps[edge.stage_id]:
             for before in steps[edge.required_id]:
+                if edge.stage.on_failure == OnFailure.RUN and before.generation > 1:
+                    continue  # it had failed, and was repeated later
                 name = _name_of(before)
                 ran, required = (
                     first.get(_name_of(after)),

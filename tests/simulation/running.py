@@ -23,10 +23,11 @@ from django.db import connections, transaction
 from django.test import override_settings
 from django.utils import timezone
 
-from kjo_django import registry, states
+from kjo_django import Workflow, chain, group, registry, states
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.models import DeadLetter, Job, Schedule
-from kjo_django.operations import dead_letters
+from kjo_django.models import Workflow as WorkflowRow
+from kjo_django.operations import dead_letters, workflows
 from kjo_django.operations import jobs as operations
 from kjo_django.transports.database.transport import forget_groups
 from tests.databases import led_to, sqlite_settings
@@ -41,7 +42,7 @@ from tests.faults.world import ROUNDS, World, _name_of
 from tests.ledger.models import Entry
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
-from tests.simulation.schedule import THREADS, TICKING, Step
+from tests.simulation.schedule import FLOWING, THREADS, TICKING, Step
 
 QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
@@ -251,6 +252,13 @@ class Simulation(World):
             if not self.by_number:
                 self._start(0)
             self.recover()
+            for change in (_replay_all, _retry_flows, _discard, _cancel_flows):
+                if not self._is_held():
+                    break
+                # Somebody has to repeat a step, or to give it up.
+                self.may_discard |= change is _discard
+                change()
+                self.recover()
             return self.problems()
         except Endless as error:
             return [str(error)]
@@ -290,7 +298,9 @@ class Simulation(World):
                 self._act(process, step)
 
     def _act(self, process: Simulated, step: Step) -> None:
-        thread = step.what[0] if step.action == "go" else {**THREADS, **TICKING}[step.action]
+        thread = (
+            step.what[0] if step.action == "go" else {**THREADS, **TICKING, **FLOWING}[step.action]
+        )
         fiber = process.fiber(thread)
         if not fiber.is_busy:
             if step.action == "go":
@@ -334,6 +344,12 @@ class Simulation(World):
             process.ask(_produce_once)
         elif action == "schedule":
             self._schedule(process, *what)
+        elif action == "flow":
+            self._enqueue_flow(process, *what)
+        elif action in _CHANGES:
+            self.may_discard |= action == "discard"
+            answer = process.ask(lambda: (_CHANGES[action](*what), True))
+            self.has_refused |= answer is None and action in ("cancel-step", "cancel-flow")
         elif action == "cancel":
             first = Job.objects.filter(queue=QUEUE).order_by("id")[:1]
             self.has_refused |= process.ask(lambda: (operations.cancel(first), True)) is None
@@ -370,6 +386,31 @@ class Simulation(World):
         row.next_at = row.timetable.next_after(now)
         if process.ask(lambda: (row.save(force_insert=True), True)) is not None:
             self.promised += [name_of(name, tick) for tick in ticks_of(row)]
+
+    def _enqueue_flow(
+        self, process: Simulated, name: str, shape: str, policy: str, *texts: str
+    ) -> None:
+        """Enqueue a workflow as ``schedule`` draws it."""
+        names = [f"{name}.{number}" for number in range(len(texts))]
+        parts = [text.split() for text in texts]
+        drawn = zip(names, parts, strict=True)
+        steps = [self.flows.step(kind, each, ending) for each, (kind, ending, *_) in drawn]
+        kinds = zip(names, parts, strict=True)
+        self.many.update(each for each, (kind, *_) in kinds if kind in OUTSIDE)
+
+        def put() -> Any:
+            if shape == "chain":
+                return chain(*steps).enqueue(name=name, on_failure=policy)
+            if shape == "group":
+                return group(steps[:-1]).then(steps[-1]).enqueue(name=name, on_failure=policy)
+            added: list[Any] = []
+            with Workflow(name, on_failure=policy) as w:
+                for step, (_, _, own, *before) in zip(steps, parts, strict=True):
+                    after = [added[int(number)] for number in before]
+                    added.append(w.add(step, after=after, on_failure=own))
+            return w.handle
+
+        self.flows.enqueue(process, names, put)
 
     def _withdraw(self, process: Simulated, kind: str, name: str, ending: str) -> None:
         if kind in ("stream", "unique", "debounced"):
@@ -465,7 +506,7 @@ class Simulation(World):
             has_done, beats = self._turn_all(beats), False
             if has_done:
                 rounds = iter(ROUNDS)  # each of many may ask to be waited for
-            elif self.is_done() or (seconds := next(rounds, None)) is None:
+            elif self.is_done() or self._is_held() or (seconds := next(rounds, None)) is None:
                 break
             else:
                 self.clock.advance(seconds)
@@ -477,6 +518,12 @@ class Simulation(World):
 
     def is_done(self) -> bool:
         return super().is_done() and not Schedule.objects.filter(next_at__isnull=False).exists()
+
+    def _is_held(self) -> bool:
+        """Return whether nothing can happen any more but that somebody repeats a step."""
+        held = WorkflowRow.objects.filter(state=states.WorkflowState.HELD).exists()
+        running = WorkflowRow.objects.filter(state=states.WorkflowState.RUNNING).exists()
+        return held and not running and not Job.objects.filter(state__in=states.OPEN).exists()
 
     def _turn_all(self, beats: bool) -> bool:
         """Let each process take a turn; return whether anything was done."""
@@ -513,6 +560,35 @@ def _replay(which: str) -> Any:
         letter = DeadLetter.objects.order_by("id").values_list("id", flat=True).first()
         chosen = dead_letters.DeadLetterFilter(ids=[letter] if letter is not None else [])
     return dead_letters.replay(chosen, actor="somebody")
+
+
+def _replay_all() -> Any:
+    return _replay("all")
+
+
+def _discard() -> Any:
+    return dead_letters.discard(dead_letters.DeadLetterFilter(), note="given up", actor="somebody")
+
+
+def _retry_flows() -> Any:
+    return workflows.retry(WorkflowRow.objects.all(), actor="somebody")
+
+
+def _cancel_flows() -> Any:
+    return workflows.cancel(WorkflowRow.objects.all(), actor="somebody")
+
+
+def _cancel_step(number: str) -> Any:
+    steps = Job.objects.filter(stage__isnull=False, state__in=states.UNFINISHED).order_by("id")
+    return operations.cancel(steps[int(number) : int(number) + 1])
+
+
+_CHANGES: dict[str, Callable[..., Any]] = {
+    "cancel-step": _cancel_step,
+    "cancel-flow": _cancel_flows,
+    "retry-flow": _retry_flows,
+    "discard": _discard,
+}
 
 
 @contextlib.contextmanager

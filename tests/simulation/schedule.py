@@ -32,6 +32,15 @@ THREADS = {
 """The thread of a process that takes a step of this action."""
 TICKING = {"schedule": "web", "tick": "schedules"}
 """Those of periodic schedules, which are put into some of the schedules that were drawn."""
+FLOWING = dict.fromkeys(("flow", "cancel-step", "cancel-flow", "retry-flow", "discard"), "web")
+"""Those of workflows, which are put into other schedules."""
+STEP_KINDS = ("atomic", "database-only", "outside", "async", "coroutine", "batch", "batch-outside")
+STEP_ENDINGS = (*("completed",) * 4, "retried", "dead", "until-mended")
+COUNTING = (
+    *("", "commit", "commit", "UPDATE kjo_workflow", "UPDATE kjo_job", "UPDATE kjo_job"),
+    *("INSERT kjo_job_failure", "INSERT kjo_dead_letter", "coordination", "subscription"),
+)
+"""How the names of the calls begin that count steps and release others."""
 KINDS = (
     *("atomic", "database-only", "outside", "async", "coroutine"),
     *("batch", "batch-outside", "queue", "unique", "task", "stream"),
@@ -88,7 +97,8 @@ class Step:
 def drawn(seed: int, count: int) -> list[Step]:
     """Return the schedule of a seed."""
     steps = _Draw(random.Random(f"schedule {seed}"), count).steps
-    return _with_ticks(steps, random.Random(f"ticks {seed}"))
+    steps = _with_ticks(steps, random.Random(f"ticks {seed}"))
+    return _with_flows(steps, random.Random(f"flows {seed}"))
 
 
 def _with_ticks(steps: list[Step], chance: random.Random) -> list[Step]:
@@ -114,6 +124,65 @@ def _with_ticks(steps: list[Step], chance: random.Random) -> list[Step]:
         who, at = chance.randrange(MOST_PROCESSES), chance.randrange(MOST_PROCESSES, len(found))
         found[at:at] = [Step("schedule", who, (f"s{number}",))]
     return found
+
+
+def _with_flows(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return the schedule with workflows in it, one time in two, and work on their steps.
+
+    Nothing befalls their calls but what befalls others in it.
+    """
+    if chance.random() > 1 / 2:
+        return steps
+    calm = [fault.value for fault in CALM]
+    faults = [*calm, *(step.fault for step in steps if step.fault)]
+    found, endings = list(steps), chance.sample(STEP_ENDINGS, 4)
+
+    def put(step: Step, fault_rate: float, points: tuple[str, ...], last: int = 0) -> None:
+        at = chance.randrange(MOST_PROCESSES, last or len(found) + 1)
+        if chance.random() < fault_rate:
+            fault, nth = chance.choice(faults), chance.choice(NTH[:7])
+            step = replace(step, fault=fault, at=chance.choice(points), nth=nth)
+        found[at:at] = [step]
+        if step.fault in calm:
+            thread = (THREADS | FLOWING)[step.action]
+            later = chance.randrange(at + 1, len(found) + 1)
+            found[later:later] = [Step("go", step.who, (thread,))]
+
+    for number in range(chance.choice((1, 2, 3))):
+        flow = Step("flow", chance.randrange(2), _flow_of(chance, f"w{number}", endings))
+        put(flow, 0.1, POINTS["web"], len(steps) // 3)
+    changes = [*FLOWING, "replay", "mend"][1:]
+    for action in chance.sample(changes, chance.choice((0, 1, 2, 4))):
+        what = (str(chance.randrange(4)),) if action == "cancel-step" else ()
+        what = ("all",) if action == "replay" else what
+        points = ("", "UPDATE", "commit")
+        put(Step(action, chance.randrange(MOST_PROCESSES), what), 0.3 * (action != "mend"), points)
+    for _ in range(len(steps) // 5):
+        who, at = chance.randrange(2), chance.randrange(MOST_PROCESSES, len(found) + 1)
+        found[at:at] = [Step(action, who) for action in ("relay", "poll", "poll", "lane")]
+        action = chance.choice(("lane", "lane", "loop", "record", "lane-2"))
+        put(Step(action, who), 0.4, COUNTING)
+    return found
+
+
+def _flow_of(chance: random.Random, name: str, endings: Sequence[str]) -> tuple[str, ...]:
+    """Return a workflow: its name, its shape, what becomes of steps when others fail, and its
+    steps. Each of these is its kind, its ending, its own policy, and the numbers of those it waits
+    for."""
+    policies = ("cancel", "run", "hold")
+    shape, flow_policy = (
+        chance.choice(("chain", "group", "graph", "graph")),
+        chance.choice(policies),
+    )
+    steps = []
+    for number in range(chance.randint(2, 7)):
+        kind = "adding" if chance.random() < 0.1 else chance.choice(STEP_KINDS)
+        ending, policy = chance.choice(endings), chance.choice((flow_policy, *policies))
+        before = chance.sample(range(number), min(number, chance.choice((0, 1, 1, 2, 3))))
+        steps.append(" ".join([kind, ending, policy, *map(str, before)]))
+    if shape == "group" and chance.random() < 0.5:  # equal siblings share a stage
+        steps = [steps[0]] * (len(steps) - 1) + steps[-1:]
+    return (name, shape, flow_policy, *steps)
 
 
 class _Draw:
@@ -281,6 +350,8 @@ def shrunk(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]
 def _simpler(step: Step) -> list[Step]:
     """Return a step in simpler forms, the simplest first."""
     found = [replace(step, fault="", at="", nth=0)] if step.fault else []
+    if step.action == "flow" and len(step.what) > 5:
+        found += [replace(step, what=step.what[:-1])]
     if step.action == "enqueue" and len(step.what) > 3:
         parts = [step.what[start : start + 3] for start in range(0, len(step.what), 3)]
         found += [replace(step, what=part) for part in parts]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from itertools import count
+from typing import Any
 
 import pytest
 
-from kjo_django.models import Job
+from kjo_django.models import Job, WorkflowEdge
 from kjo_django.store.base import Store
+from kjo_django.workflows.countdown import _Advance
 from tests.simulation.__main__ import STEPS, TRANSPORTS, problems_of, really_now
 from tests.simulation.fibers import CallFault
 from tests.simulation.running import Simulation
@@ -163,6 +165,38 @@ def test_what_breaks_a_promise_is_found_and_shrunk(
     assert len(part) <= len(whole) / 3
     for at in range(len(part)):
         assert not problems_of(simulation, part[:at] + part[at + 1 :])
+
+
+@in_memory
+def test_a_countdown_that_is_wrong_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an engine that releases what waits for several stages when the first of them has ended
+    follow = _Advance._follow
+
+    def following(advance: _Advance, rows: Any) -> set[Any]:
+        ended = [row.pk for row in rows if not row.open]
+        edges = WorkflowEdge.objects.filter(stage__requirements__required__in=ended)
+        edges.exclude(required__in=ended).update(is_met=True)
+        return follow(advance, rows)
+
+    monkeypatch.setattr(_Advance, "_follow", following)
+    # Then
+    seeds = (seed for seed in count(1) if drawn_flows(seed))
+    problems = (problem for s in seeds for problem in problems_of(simulation, drawn(s, STEPS)))
+    assert next(problem for problem in problems if "ran before" in problem)
+
+
+def drawn_flows(seed: int) -> int:
+    return sum(step.action == "flow" for step in drawn(seed, STEPS))
+
+
+def test_one_schedule_in_two_has_workflows() -> None:
+    seeds = range(100)
+    assert 30 <= sum(drawn_flows(seed) > 0 for seed in seeds) <= 70
+    steps = [step for seed in seeds for step in drawn(seed, STEPS) if step.action == "flow"]
+    assert {step.what[1] for step in steps} == {"chain", "group", "graph"}
+    assert {step.what[2] for step in steps} == {"cancel", "run", "hold"}
 
 
 def test_a_schedule_is_written_and_read_back() -> None:
