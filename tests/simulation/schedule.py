@@ -327,7 +327,21 @@ def shrunk(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]
 
     :param fails: whether a schedule fails.
     """
-    size = len(steps) // 2
+    steps, size = _with_less(steps, fails, len(steps) // 2), 0
+    for at, step in enumerate(steps):
+        for simpler in _simpler(step):
+            changed = [*steps[:at], simpler, *steps[at + 1 :]]
+            if fails(changed):
+                steps, size = changed, 1
+                break
+    return _with_less(steps, fails, size)
+
+
+def _with_less(steps: list[Step], fails: Callable[[list[Step]], bool], size: int) -> list[Step]:
+    """Return a part of a schedule that still fails, of which no step can be left out.
+
+    :param size: how many steps in a row are left out at first; 0: none is.
+    """
     while size:
         at, before = 0, len(steps)
         while at < len(steps):
@@ -338,12 +352,6 @@ def shrunk(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]
                 at += size
         if size > 1 or len(steps) == before:
             size //= 2
-    for at, step in enumerate(steps):
-        for simpler in _simpler(step):
-            changed = [*steps[:at], simpler, *steps[at + 1 :]]
-            if fails(changed):
-                steps = changed
-                break
     return steps
 
 

@@ -1,0 +1,155 @@
+"""Two transactions that count the last members of a group, and what counting costs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.db.backends.utils import CursorWrapper
+
+from kjo_django import group
+from kjo_django.enqueue.definition import Step
+from kjo_django.models import Job, WorkflowCount, WorkflowEdge
+from kjo_django.runtime import current_runtime
+from kjo_django.states import JobState
+from kjo_django.store.base import Store
+from kjo_django.workflows import countdown
+from kjo_django.workflows.countdown import count_ended
+from kjo_django.workflows.workflow_handle import WorkflowHandle
+from tests.unit.deliveries import Bench
+from tests.unit.workflows.conftest import KJO, Steps
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def _on_postgres(postgres: None, settings: Any) -> None:
+    settings.KJO = KJO
+
+
+def end(jobs: list[Job]) -> None:
+    """Complete steps and count them, as a worker does that has run them in one transaction."""
+    with transaction.atomic():
+        Job.objects.filter(pk__in=[job.pk for job in jobs]).update(state=JobState.COMPLETED)
+        count_ended(current_runtime(), [(job.stage_id, job.pk, job.state) for job in jobs])
+
+
+def with_two_open_members(members: list[Step], end_step: Step) -> tuple[WorkflowHandle, list[Job]]:
+    """Enqueue a group, end all its members but two that different rows count; return these."""
+    handle = group(members).then(end_step).enqueue()
+    rows = list(Job.objects.exclude(state=JobState.WAITING).order_by("pk"))
+    counts: dict[Any, list[int]] = {}
+    for count in WorkflowCount.objects.order_by("pk"):
+        counts.setdefault(count.stage_id, []).append(count.pk)
+    by_count: dict[int, Job] = {}
+    for job in rows:
+        own = counts[job.stage_id]
+        by_count[own[job.pk.int % len(own)]] = job
+        job.state = JobState.COMPLETED
+    last = list(by_count.values())
+    assert len(last) == 2
+    rest = [job for job in rows if job not in last]
+    if rest:
+        end(rest)
+    return handle, last
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+@pytest.mark.parametrize("shape", ["two stages", "two counts of a stage"])
+def test_two_that_count_the_last_members_at_once_release_the_callback_once(
+    steps: Steps, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a group of which two members are left
+    members = [steps.note.step(name=f"m{n}") for n in range(300)]
+    if shape == "two stages":
+        members = [steps.note.step(name="m0"), steps.outside.step(name="m1")]
+    handle, last = with_two_open_members(members, steps.note.step(name="end"))
+    # And two connections, each of which goes on when the other has counted its member, too
+    both, released, seen = threading.Barrier(2), Counter[str](), []
+    transit = countdown.transition
+    store = type(current_runtime().store)
+    count_steps = store.count_steps
+
+    def counting(self: Store, changes: Any) -> Any:
+        found = count_steps(self, changes)
+        both.wait(PATIENCE)
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT sum(open_count) FROM kjo_workflow_count")
+            seen.append(cursor.fetchone()[0])
+        both.wait(PATIENCE)
+        return found
+
+    def releasing(event: str, rows: Any, **changes: Any) -> int:
+        changed = transit(event, rows, **changes)
+        if event == "release":
+            released["end"] += changed
+        return changed
+
+    monkeypatch.setattr(store, "count_steps", counting)
+    monkeypatch.setattr(countdown, "transition", releasing)
+
+    def end_one(job: Job) -> None:
+        try:
+            end([job])
+        finally:
+            connections.close_all()
+
+    # When both end
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(end_one, job) for job in last]:
+            each.result(PATIENCE)
+    monkeypatch.undo()
+    # Then neither has seen the other's change, and one of them has released the callback
+    assert seen == [2, 2]  # the other member and the callback
+    assert released == {"end": 1}
+    assert list(WorkflowEdge.objects.values_list("is_met", flat=True).distinct()) == [True]
+    assert steps.run() == ["end"]
+    assert handle.status == "completed"
+
+
+def statements_of(bench: Bench, count: int) -> tuple[int, list[str]]:
+    """Run so many jobs as one group; return how many statements that takes, whatever the thread,
+    and the first words of those that are of tables of workflows."""
+    deliveries = bench.poll(count)
+    assert len(deliveries) == count
+    taken: list[str] = []
+    execute = CursorWrapper._execute_with_wrappers
+
+    def executing(self: Any, sql: str, *arguments: Any, **options: Any) -> Any:
+        taken.append(sql.strip())
+        return execute(self, sql, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CursorWrapper, "_execute_with_wrappers", executing)
+        bench.run(deliveries)
+    return len(taken), [sql.split()[0] for sql in taken if "kjo_workflow" in sql]
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: Steps) -> None:
+    # Given what as many plain jobs take
+    bench = Bench("flows")
+    try:
+        steps.note.enqueue_many([{"name": f"p{n}"} for n in range(110)])
+        plain = [statements_of(bench, count)[0] for count in (10, 100)]
+        # When members of a group run, the last ones later
+        group(steps.note.step(name=f"m{n}") for n in range(120)).then(
+            steps.note.step(name="end")
+        ).enqueue()
+        taken = [statements_of(bench, count) for count in (1, 10, 100)]
+        # Then the first of them read what never changes of their stage, and each group counts once
+        assert [own for _, own in taken] == [["SELECT", "WITH"], ["WITH"], ["WITH"]]
+        # And that is all that they take more than plain jobs
+        assert [number for number, _ in taken[1:]] == [number + 1 for number in plain]
+        # And the last pays for what follows, once
+        last = statements_of(bench, 9)[1]
+        assert len(last) <= 8
+        assert not Job.objects.filter(state=JobState.WAITING).exists()
+    finally:
+        bench.close()
