@@ -22,6 +22,7 @@ from drf_spectacular.generators import SchemaGenerator
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from kjo_django.models import Schedule, Workflow
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,
@@ -70,6 +71,8 @@ def rows(db: None, greet: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, lis
         "jobs": [row.pk for row in jobs],
         "wait": [row.pk for row in jobs[1:]],
         "dead-letters": [row.pk for row in letters],
+        "schedules": [Schedule.objects.create(name="nightly", job="tests.greet", every=60).pk],
+        "workflows": [Workflow.objects.create(name="import").pk],
         "workers": [WorkerFactory().pk, WorkerFactory(stale=True).pk],
     }
 

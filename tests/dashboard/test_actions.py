@@ -23,6 +23,7 @@ EVERYTHING = [
     *("pause_queue", "change_queuecontrol", "replay_dlq", "discard_dlq", "edit_payload"),
     *("control_worker", "view_workflow", "cancel_workflow", "retry_workflow"),
     *("view_schedule", "run_schedule", "pause_schedule", "change_schedule", "delete_schedule"),
+    *("view_limitcontrol", "change_limitcontrol"),
 ]
 
 
@@ -54,7 +55,7 @@ def test_an_action_takes_a_post_with_a_token_only(operator, screen):
     workflow = Workflow.objects.create(name="import")
     keys = {"queue": "emails", "action": "requeue", "job": job.pk, "worker": worker.pk}
     schedule = Schedule.objects.create(name="nightly", job="tests.add", every=60)
-    keys |= {"workflow": workflow.pk, "schedule": schedule.pk}
+    keys |= {"workflow": workflow.pk, "schedule": schedule.pk, "limit": "queue:emails"}
     names = [part[1:-1].split(":")[1] for part in screen.path.split("/") if part.startswith("<")]
     address = url(screen.name, *(keys[name] for name in names))
     client = operator(*EVERYTHING, enforce_csrf_checks=True)

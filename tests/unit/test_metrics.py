@@ -24,7 +24,14 @@ from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter, HeldJob, Schedule
+from kjo_django.models import (
+    BOUNDS,
+    UPPER_MILLISECONDS,
+    DeadLetter,
+    HeldJob,
+    Schedule,
+    Workflow,
+)
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -253,10 +260,12 @@ def test_open_workflows_are_counted_by_name_and_state():
     ended(loads=2, fails=True, on_failure="hold", name="export")
     for _ in range(2):
         imported(loads=2)
+    a_minute_ago = exposition.timezone.now() - timedelta(minutes=1)
+    Workflow.objects.filter(name="export").update(created_at=a_minute_ago)
     families = scrape()
     assert value(families, "kjo_workflows_open", workflow="import", state="running") == 2
     assert value(families, "kjo_workflows_open", workflow="export", state="held") == 1
-    assert value(families, "kjo_workflows_oldest_seconds", workflow="export", state="held") < 60
+    assert value(families, "kjo_workflows_oldest_seconds", workflow="export", state="held") == 60
 
 
 def test_jobs_that_wait_for_a_limit_are_counted():
