@@ -174,11 +174,13 @@ class Action:
     further_permissions: tuple[str, ...] = ()
     surfaces: Surface = Surface.ADMIN | Surface.DASHBOARD | Surface.REST
     question: Any = ""
-    """The dashboard's question before a change of many rows, or of one with inputs."""
+    """The dashboard's question before a change of many rows, or of one that asks first."""
     applies: Callable[[str], bool] = lambda state: True
     """Whether a row in this state has its button."""
     is_dangerous: bool = False
     """Whether its button is coloured as a warning."""
+    is_confirmed: bool = False
+    """Whether the dashboard asks its question before it changes one row."""
     rest: RestSchema = field(default_factory=RestSchema)
 
     @property
@@ -200,6 +202,11 @@ class Action:
     def has_required_inputs(self) -> bool:
         """Whether it cannot be done by a button alone."""
         return any(each.is_required for each in self.inputs)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the dashboard shows a page of its own before it changes one row."""
+        return self.is_confirmed or self.has_required_inputs
 
     def is_allowed(self, user: Any) -> bool:
         """Whether a user has its permissions, beside the one to see the rows.
@@ -822,6 +829,7 @@ TABLE: tuple[Action, ...] = (
     _of_schedule(
         name="delete",
         label=_("Delete"),
+        question=_("Delete this schedule?"),
         about="Delete a schedule that the code does not declare; its jobs stay.",
         permission="delete_schedule",
         operation=schedules.delete,
@@ -830,6 +838,7 @@ TABLE: tuple[Action, ...] = (
         result="deleted",
         applies=lambda state: "deletable" in state.split(),
         is_dangerous=True,
+        is_confirmed=True,
     ),
     _of_workflow(
         name="cancel",

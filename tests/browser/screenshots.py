@@ -89,6 +89,8 @@ def prepare() -> None:
     from django.contrib.auth.models import User
     from django.utils import timezone
 
+    from example_project.shop.jobs import write_invoice
+    from kjo_django.limits.control import set_limit
     from kjo_django.models import MetricBucket, MetricRollup, Worker
     from kjo_django.operations import schedules
 
@@ -96,6 +98,11 @@ def prepare() -> None:
     payload = {"order_id": 1, "invoice_number": 1}
     night = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}
     schedules.add("nightly-invoice", job="shop.write_invoice", payload=payload, **night)
+    set_limit("job:shop.write_invoice", rate="1/h", actor="operator")
+    set_limit("queue:emails", rate="50/s", burst=10, actor="operator")
+    set_limit("job:shop.reserve_stock", concurrency=3, actor="operator")
+    for number in range(4):
+        write_invoice.enqueue(order_id=1, invoice_number=str(number))
     now = timezone.now().replace(second=0, microsecond=0)
     chance = random.Random(7)
     worker = Worker.objects.first()
@@ -132,7 +139,7 @@ def prepare() -> None:
 
 def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
     """Log in and take every screen, as high as its content."""
-    from kjo_django.models import DeadLetter, Job, Schedule, Workflow
+    from kjo_django.models import NEVER, DeadLetter, Job, Schedule, Workflow
 
     browser.get(f"{admin}/login/")
     browser.find_element("name", "username").send_keys("operator")
@@ -142,6 +149,8 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
     job = Job.objects.filter(failures__isnull=False).order_by("pk").first()
     assert letter is not None
     assert job is not None
+    waiting = Job.objects.filter(available_at=NEVER).first()
+    assert waiting is not None
     schedule = Schedule.objects.first()
     assert schedule is not None
     workflow = Workflow.objects.order_by("pk").first()
@@ -152,6 +161,11 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
         "queue": "queues/emails/",
         "jobs": "jobs/?q=queue:emails",
         "job": f"jobs/{job.pk}/",
+        "jobs-waiting": "jobs/?q=handler:shop.write_invoice",
+        "job-waiting": f"jobs/{waiting.pk}/",
+        "limits": "limits/",
+        "limit-edit": "limits/job:shop.write_invoice/",
+        "schedule-delete": f"schedules/{schedule.pk}/delete/",
         "schedules": "schedules/",
         "schedule": f"schedules/{schedule.pk}/",
         "schedule-edit": f"schedules/{schedule.pk}/edit/",

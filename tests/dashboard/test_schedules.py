@@ -260,7 +260,7 @@ def test_each_button_needs_its_permission(operator):
         client = operator("view_dashboard", "view_schedule", permission)
         assert address in client.get(url("schedule", row.pk)).content.decode()
         assert viewer.post(address).status_code == 403
-        assert client.get(address).status_code == 405
+        assert client.get(address).status_code == (200 if name == "delete" else 405)
     assert viewer.get(url("schedule_edit", row.pk)).status_code == 403
     assert viewer.get(url("schedule_add")).status_code == 403
     assert not Job.objects.exists()
@@ -271,7 +271,8 @@ def test_it_runs_now_pauses_resumes_and_is_deleted(operator):
     client = operator(*EVERYTHING)
 
     def press(name):
-        return texts(client.post(url(f"schedule_{name}", row.pk), follow=True))
+        address = url(f"schedule_{name}", row.pk)
+        return texts(client.post(address, {"confirmed": "1"}, follow=True))
 
     assert press("run_now") == ["1 job was enqueued."]
     assert Job.objects.get().arguments == {"job": "a"}
@@ -285,11 +286,25 @@ def test_it_runs_now_pauses_resumes_and_is_deleted(operator):
     assert client.post(url("schedule_pause", row.pk)).status_code == 404
 
 
+def test_deleting_asks_once_more(operator):
+    row = nightly()
+    client = operator(*EVERYTHING)
+    page = client.get(url("schedule", row.pk)).content.decode()
+    assert f'<a class="kjo-button" href="{url("schedule_delete", row.pk)}"' in page
+    for ask in (client.get, client.post):
+        question = ask(url("schedule_delete", row.pk)).content.decode()
+        assert "Delete this schedule?" in question
+        assert row.name in question
+    assert Schedule.objects.exists()
+    assert not written()
+
+
 def test_a_schedule_of_the_code_is_not_deleted(operator):
     row = nightly()
     Schedule.objects.update(source="code")
     client = operator(*EVERYTHING)
-    said = texts(client.post(url("schedule_delete", row.pk), follow=True))
+    confirmed = {"confirmed": "1"}
+    said = texts(client.post(url("schedule_delete", row.pk), confirmed, follow=True))
     assert any("declared by the code" in text for text in said)
     assert Schedule.objects.exists()
     assert (

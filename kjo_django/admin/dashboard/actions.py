@@ -316,9 +316,22 @@ def change_limit(action: Action, page: Page, limit: str) -> HttpResponse:
 
 def change_schedule(action: Action, page: Page, schedule: UUID) -> HttpResponse:
     """Carry out an action on one schedule."""
-    if not Schedule.objects.using(jobs_database()).filter(pk=schedule).exists():
+    found = Schedule.objects.using(jobs_database()).filter(pk=schedule).first()
+    if found is None:
         raise Http404(_("There is no such schedule."))
-    return carry_out(page, action, [schedule], {}, "schedules")
+    if not action.asks_first:
+        return carry_out(page, action, [schedule], {}, "schedules")
+    if not page.may("view_schedule"):
+        raise PermissionDenied
+    return _confirm(
+        page,
+        action,
+        [schedule],
+        lambda: {"count": 1, "schedule": found, "back": page.url("schedule", schedule)},
+        "schedules",
+        is_confirmed="confirmed" in page.request.POST,
+        title=f"{action.label}: {found.name}",
+    )
 
 
 # --- Screens --------------------------------------------------------------------------------------
@@ -349,7 +362,7 @@ def _screens() -> list[Screen]:
     }
     for subject, (place, view) in places.items():
         for action in button_actions(subject):
-            is_preview = subject == Subject.LETTERS or action.has_required_inputs
+            is_preview = subject == Subject.LETTERS or action.asks_first
             screens.append(
                 Screen(
                     screen_of(action),

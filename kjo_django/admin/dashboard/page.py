@@ -92,7 +92,7 @@ class Page:
                 "title": inert(f"{action.label}: {name}") if name else "",
                 "url": self.url(screen_of(action), key),
                 "is_dangerous": action.is_dangerous,
-                "asks": action.has_required_inputs,
+                "asks": action.asks_first,
             }
             for action in button_actions(subject)
             if self.allows(action) and action.applies(state)
