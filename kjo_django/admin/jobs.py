@@ -16,7 +16,7 @@ from kjo_django.admin.base import BaseInline, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, QueueFilter, StateFilter
 from kjo_django.enqueue.job_status import limits_awaited, progress_of
-from kjo_django.models import Job, JobFailure
+from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
@@ -161,8 +161,10 @@ class JobAdmin(KjoAdmin):
     @admin.display(description=_("available at"))
     def shown_due(self, job: Job) -> Any:
         """Return when it is due, or the limit that it waits for."""
-        limit = limits_awaited([job]).get(job.pk)
-        return job.available_at if limit is None else inert(_("waits for %s") % limit)
+        limit = limits_awaited([job]).get(job.pk, "")
+        if job.available_at != NEVER:
+            return job.available_at
+        return inert(_("waits for %s") % limit) if limit else "-"
 
     @admin.display(description=_("attempts"))
     def shown_attempts(self, job: Job) -> str:

@@ -39,7 +39,7 @@ from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_sta
 from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import Awaited, Waiter
 from kjo_django.exceptions import KjoError, PayloadError
-from kjo_django.models import DeadLetter, DeadLetterState, Job, JobFailure
+from kjo_django.models import NEVER, DeadLetter, DeadLetterState, Job, JobFailure
 from kjo_django.operations import search
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
@@ -169,7 +169,7 @@ JobShape = shape(
     error=serializers.CharField(allow_null=True),
     waits_for=serializers.CharField(
         allow_null=True,
-        help_text="The limit that holds it, as `rate 5/s of job:shop.call_partner`; else null.",
+        help_text="The limit it is in line for, as `rate 5/s of job:shop.call_partner`, or null.",
     ),
 )
 JobPage = shape(
@@ -446,7 +446,7 @@ def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
             "status": status_of[row.pk],
             "error": row.error or None,
             "waits_for": limits.get(row.pk),
-            **({"available_at": None} if row.pk in limits else {}),
+            **({"available_at": None} if row.available_at == NEVER else {}),
         }
         for row in rows
     ]

@@ -26,7 +26,7 @@ from kjo_django.enqueue.waiting import (
     result_of,
 )
 from kjo_django.exceptions import JobNotFoundError
-from kjo_django.models import Job
+from kjo_django.models import NEVER, Job
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 
@@ -83,7 +83,7 @@ class JobSnapshot:
     error: str = ""
     """The text of the latest error of an open or failed job."""
     waits_for: str = ""
-    """The limit that holds the job, as ``rate 5/s of job:shop.call_partner``; else empty."""
+    """The limit for which it is in line, as ``rate 5/s of job:shop.call_partner``; else empty."""
 
     @property
     def is_final(self) -> bool:
@@ -131,7 +131,7 @@ def _snapshot(
         id=str(job.pk),
         status=status,
         created_at=job.created_at,
-        available_at=None if waits_for else job.available_at,
+        available_at=None if job.available_at == NEVER else job.available_at,
         finished_at=job.finished_at,
         progress=progress,
         result=result_of(job) if job.state == JobState.COMPLETED and is_kept(job) else NO_RESULT,

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from django.utils import timezone
+
 from kjo_django import registry, states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
@@ -62,16 +64,23 @@ def live_leases(leases: Sequence[str]) -> set[str]:
 
 
 def limits_awaited(jobs: Iterable[Job]) -> dict[Any, str]:
-    """Return for each job that is held the limit that it waits for, as text; jobs that no limit
-    holds are missing, and cost no query.
+    """Return for each job in line the limit that it waits for, as text; others are missing.
+
+    Jobs that are not due later cost no query, others one, and those in line another one.
 
     Keys of limits are not part of it: they come from payloads.
     """
-    held = {job.pk: job for job in jobs if job.available_at == NEVER and job.state in states.OPEN}
+    now = timezone.now()
+    later = {job.pk: job for job in jobs if job.available_at > now and job.state in states.OPEN}
+    if not later:
+        return {}
+    rows = HeldJob.objects.using(jobs_database()).filter(job_id__in=list(later))
+    limits = {
+        row.job_id: row.limit for row in rows if row.generation == later[row.job_id].generation
+    }
+    held = {key: job for key, job in later.items() if key in limits or job.available_at == NEVER}
     if not held:
         return {}
-    rows = HeldJob.objects.using(jobs_database()).filter(job_id__in=list(held))
-    limits = dict(rows.values_list("job_id", "limit"))
     names = {key: _limit_name(job, limits.get(key, "")) for key, job in held.items()}
     controls = LimitControl.objects.using(jobs_database()).in_bulk(sorted({*names.values()}))
     return {

@@ -81,11 +81,12 @@ def lines(runtime: Runtime, names: Collection[str], *, is_released: bool | None 
 
 
 def waiting_ids(runtime: Runtime, jobs: Collection[Job]) -> set[UUID]:
-    """Return the keys of those of the jobs that stand in line and are not released."""
+    """Return the keys of those of the jobs that stand in line and are not due."""
     found: set[UUID] = set()
-    generations = {job.pk: job.generation for job in jobs if job.available_at == NEVER}
+    now = runtime.clock.now()
+    generations = {job.pk: job.generation for job in jobs if job.available_at > now}
     for some in _chunks(generations):
-        held = rows(runtime).filter(job_id__in=some, is_released=False)
+        held = rows(runtime).filter(job_id__in=some)
         found.update(
             job_id
             for job_id, generation in held.values_list("job_id", "generation")

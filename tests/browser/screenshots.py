@@ -100,7 +100,7 @@ def prepare() -> None:
     schedules.add("nightly-invoice", job="shop.write_invoice", payload=payload, **night)
     set_limit("job:shop.write_invoice", rate="1/h", actor="operator")
     set_limit("queue:emails", rate="50/s", burst=10, actor="operator")
-    set_limit("job:shop.reserve_stock", concurrency=3, actor="operator")
+    set_limit("job:shop.adjust_stock", concurrency=3, actor="operator")
     for number in range(4):
         write_invoice.enqueue(order_id=1, invoice_number=str(number))
     now = timezone.now().replace(second=0, microsecond=0)

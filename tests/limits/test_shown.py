@@ -57,11 +57,20 @@ def test_the_limit_is_named_with_its_value_and_without_its_key() -> None:
         queue.pk: "rate 2/m of queue:emails",
         released.pk: "a limit of job:tests.limited",
     }
+    # One that is next in line has a moment too.
+    soon = timezone.now() + timedelta(minutes=30)
+    Job.objects.filter(pk=rate.pk).update(available_at=soon)
+    HeldJob.objects.filter(job_id=rate.pk).update(is_released=True)
+    rate.refresh_from_db()
+    found = JobHandle.of(rate.pk).snapshot()
+    assert found is not None
+    assert (found.available_at, found.waits_for) == (soon, RATE)
+    assert run_now([rate]).counts == {"limited": 1}
     set_limit("job:tests.limited", rate="1/h")
     assert limits_awaited([rate]) == {rate.pk: "rate 1/h of job:tests.limited"}
 
 
-def test_jobs_that_no_limit_holds_cost_no_query_and_many_that_wait_cost_two() -> None:
+def test_jobs_that_are_due_cost_no_query_and_many_that_wait_cost_two() -> None:
     many = [waiting() for _ in range(5)]
     with CaptureQueriesContext(
         connection,

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
-from kjo_django.models import Job, JobFailure
+from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.monitoring.status import state_counts
@@ -204,14 +204,15 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
     if job.state in states.FINAL:
         kind = "done" if job.state == JobState.COMPLETED else "failed"
         steps.append(Step(job.finished_at, kind, str(status.label)))
-    elif limit:
-        steps.append(Step(None, "next", str(status.label), _("waits for %s") % limit))
     else:
-        steps.append(Step(_due(job, status), "next", str(status.label)))
+        detail = _("waits for %s") % limit if limit else ""
+        steps.append(Step(_due(job, status), "next", str(status.label), detail))
     return steps
 
 
 def _due(job: Job, status: JobStatus) -> datetime | None:
+    if job.available_at == NEVER:
+        return None
     return job.available_at if status in (JobStatus.SCHEDULED, JobStatus.FAILING) else None
 
 
