@@ -127,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, lanes, processes, table, latency, wait, memory or a case such "
-        "as drain.insert; may be given several times",
+        help="drain, enqueue, relay, lanes, processes, table, latency, wait, chain, memory or a "
+        "case such as drain.insert; may be given several times",
     )
     add("--leave-out", action="append", default=[], metavar="CASE", help="all but this case")
     add("--rounds", "--repeat", type=_positive, default=3, metavar="K", help="default 3")

@@ -340,6 +340,14 @@ class _Catalogue:
                 against="Celery's delay().get() on Redis alone" if is_real else "",
             ),
             Case(
+                "chain",
+                self.engine,
+                Step("measures.chain.run", {"count": 100, "has_celery": is_real}),
+                most_rounds=1,
+                about="a chain of five no-ops, from before its enqueue() to its end",
+                against="Celery's chain on Redis alone" if is_real else "",
+            ),
+            Case(
                 "memory",
                 self.engine,
                 self._ours("no_op", self.sizes.memory),

@@ -49,6 +49,7 @@ NOTES = {
 SHOWN = {
     "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent", "saved_per_second"),
     "wait": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
+    "chain": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
     "memory": ("rss_before_mb", "rss_at_a_fifth_mb", "rss_after_mb", "rss_peak_mb"),
     "drain": ("seconds_to_first", "in_flight_peak"),
     "processes": ("machine_cpu_percent",),

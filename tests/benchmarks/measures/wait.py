@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,16 +36,27 @@ Sides = dict[str, dict[str, float]]
 
 def run(count: int, has_celery: bool) -> Sides | dict[str, float]:
     """Make so many calls on each side, in turns."""
+    return in_turns(_call, "call", count, has_celery)
+
+
+def in_turns(
+    ours: Callable[[int, str], list[float]], kind: str, count: int, has_celery: bool
+) -> Sides | dict[str, float]:
+    """Make so many calls on each side, in turns, and return the figures.
+
+    :param ours: makes so many calls, given their name; returns the seconds that each took.
+    :param kind: what Celery's side calls: "call" a task, or "chain" one of five.
+    """
     with _ours():
         if not has_celery:
-            _call(WARM_UP, "warm")
-            return _figures(_call(count, "call"))
-        with _celery() as celery:
-            _call(WARM_UP, "warm")
+            ours(WARM_UP, "warm")
+            return _figures(ours(count, "call"))
+        with _celery(kind) as celery:
+            ours(WARM_UP, "warm")
             celery(WARM_UP)
             took: dict[str, list[float]] = {"ours": [], "limit": []}
             for number in range(0, count, BLOCK):
-                took["ours"] += _call(BLOCK, f"call-{number}")
+                took["ours"] += ours(BLOCK, f"call-{number}")
                 took["limit"] += celery(BLOCK)
     figures = {side: _figures(times) for side, times in took.items()}
     figures["ours"]["celery_p50_ms"] = figures["limit"]["p50_ms"]
@@ -84,14 +95,14 @@ def _ours() -> Iterator[None]:
 
 
 @contextmanager
-def _celery() -> Iterator[Any]:
+def _celery(kind: str) -> Iterator[Any]:
     python = str(environments.python_of("celery", CELERY))
     environment = {name: os.environ[name] for name in ("REDIS_URL", "KJO_BENCHMARK_TOPIC", "PATH")}
     worker = subprocess.Popen(
         [python, str(SIDE), "answer"], env=environment, stderr=subprocess.DEVNULL
     )
     client = subprocess.Popen(
-        [python, str(SIDE), "call"],
+        [python, str(SIDE), kind],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

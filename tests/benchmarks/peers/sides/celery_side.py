@@ -1,16 +1,16 @@
-"""Celery on Redis: jobs that do nothing, and callers that wait for one."""
+"""Celery on Redis: jobs that do nothing, and callers that wait for one, or for a chain of them."""
 
 import json
 import os
 import sys
 import time
 
-from celery import Celery
+from celery import Celery, chain
 from celery_workers import work
 from tally import tally
 
 URL, QUEUE = os.environ["REDIS_URL"], os.environ["KJO_BENCHMARK_TOPIC"]
-has_results = sys.argv[1] in ("answer", "call")
+has_results = sys.argv[1] in ("answer", "call", "chain")
 app = Celery("kjo_benchmark", broker=URL, backend=URL if has_results else None)
 app.conf.update(
     task_default_queue=QUEUE,
@@ -38,13 +38,13 @@ def fill(count):
             no_op.apply_async(producer=producer)
 
 
-def call():
+def call(signature):
     """Answer each line on stdin, a number of calls, with the seconds each took to its result."""
     for line in sys.stdin:
         took = []
         for _ in range(int(line)):
             began = time.perf_counter()
-            nothing.delay().get(timeout=30)
+            signature.delay().get(timeout=30)
             took.append(time.perf_counter() - began)
         print(json.dumps(took), flush=True)
 
@@ -53,6 +53,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "fill":
         fill(int(sys.argv[2]))
     elif sys.argv[1] == "call":
-        call()
+        call(nothing.si())
+    elif sys.argv[1] == "chain":
+        call(chain(nothing.si() for _ in range(5)))
     else:
         work(app, __file__)
