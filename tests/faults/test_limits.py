@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from kjo_django import job
+from kjo_django.limits import held
 from kjo_django.limits.control import clear_limit, set_limit
 from kjo_django.models import HeldJob, Job
 from kjo_django.operations import jobs as operations
@@ -240,3 +242,75 @@ def test_a_retry_waits_as_a_first_attempt_does(world: World) -> None:
     assert most_within(started, 1.0) == 1
     assert len(started) == 8
     assert set(Job.objects.values_list("state", "attempts")) == {("completed", 2)}
+
+
+def check_what_waiting_costs(world: World, many: int) -> None:
+    """Compare the statements of a worker while few jobs wait with those while many do."""
+    counts = [statements_while_waiting(world, waiting) for waiting in (20, many)]
+    print(f"{counts[0]} statements while 20 jobs wait, {counts[1]} while {many:,} do")
+    assert counts[0] == counts[1]
+
+
+def statements_while_waiting(world: World, waiting: int) -> int:
+    """Return how many statements a worker makes in five seconds, in which no job may start."""
+
+    @job(name="limits.rare", queue=QUEUE, rate="1/h", rate_key="tenant")
+    def rare(tenant: str) -> None:
+        started.append(tenant)
+
+    @job(name="limits.free", queue=QUEUE)
+    def free() -> None:
+        started.append("free")
+
+    started: list[str] = []
+    workers = Workers(world, 1)
+    rare.enqueue_many([{"tenant": "a"}] * 20)
+    workers.run_for(3, 0.25)
+    assert started == ["a"]
+    # Given as many as that, in the line that these have formed
+    more = rare.enqueue_many([{"tenant": "a"}] * (waiting - 20)) if waiting > 20 else []
+    ids = [handle.job_id for handle in more]
+    Job.objects.filter(pk__in=ids).update(available_at=held.NEVER)
+    first = HeldJob.objects.first()
+    assert first is not None
+    HeldJob.objects.bulk_create(
+        HeldJob(
+            job_id=id,
+            generation=1,
+            limit=first.limit,
+            queue=QUEUE,
+            rank=0,
+            waiting_since=first.waiting_since,
+        )
+        for id in ids
+    )
+    assert HeldJob.objects.count() == waiting - 1
+    workers.run_for(3, 0.25)
+    # When
+    statements: list[str] = []
+
+    def count(execute: Any, sql: str, *arguments: Any) -> Any:
+        statements.append(sql)
+        return execute(sql, *arguments)
+
+    with connection.execute_wrapper(count):
+        workers.run_for(5, 0.25)
+    assert started == ["a"]
+    assert HeldJob.objects.count() == waiting - 1
+    # Then a job without a limit passes at once
+    free.enqueue()
+    workers.run_for(0.05, 0.05)
+    assert started == ["a", "free"]
+    assert statements
+    return len(statements)
+
+
+@every_engine
+def test_a_thousand_waiting_jobs_cost_no_more_statements_than_twenty(world: World) -> None:
+    check_what_waiting_costs(world, 1_000)
+
+
+@pytest.mark.long
+@every_engine
+def test_ten_thousand_waiting_jobs_cost_no_more_statements_than_twenty(world: World) -> None:
+    check_what_waiting_costs(world, 10_000)

@@ -9,6 +9,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -42,12 +43,17 @@ from tests.faults.world import ROUNDS, World, _name_of
 from tests.ledger.models import Entry
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
+from tests.simulation.limited import LIMITS, Limited, limit_of
 from tests.simulation.schedule import FLOWING, THREADS, TICKING, Step
 
 QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
 """Seconds after which a process that pauses in the midst of a step cannot renew its leases."""
 DAY = 86_400.0
+PREFIX = "simulation."
+"""How the names of handlers with limits begin."""
+SOON = 5.0
+"""Seconds for which nothing is done but to wait for the next job with a limit."""
 
 
 class SimulatedBoundary(Boundary):
@@ -86,13 +92,20 @@ class Simulated(Process):
     """A process whose worker's threads are fibers.
 
     :param fiber: returns a fiber for a thread of this name.
+    :param on_renewed: called whenever it has renewed what it holds.
     """
 
     def __init__(
-        self, name: str, boundary: SimulatedBoundary, fiber: Callable[[str], Fiber], clock: Clock
+        self,
+        name: str,
+        boundary: SimulatedBoundary,
+        fiber: Callable[[str], Fiber],
+        clock: Clock,
+        on_renewed: Callable[[float], None],
     ) -> None:
         self.simulated = boundary
         self._clock = clock
+        self._on_renewed = on_renewed
         super().__init__(name, QUEUES, boundary, lanes=2, ticks=True)
         self._fiber = fiber
         self.fibers: dict[str, Fiber] = {}
@@ -135,8 +148,10 @@ class Simulated(Process):
         return any(done)
 
     def _beat(self) -> bool:
+        began = time.monotonic()
         super()._beat()
         self.worker.leases.renew_rows()
+        self._on_renewed(began)
         return False
 
     def _relay(self) -> bool:
@@ -242,6 +257,7 @@ class Simulation(World):
         self._started = 0
         self.begin_empty()
         declare()
+        self.limited = Limited(self.kinds)
         self.clock.offset = (self.clock.offset // DAY + 1) * DAY
         try:
             for step in steps:
@@ -276,7 +292,8 @@ class Simulation(World):
         """Look also for payloads that ran although their job was given another one."""
         stored = {_name_of(job) for job in Job.objects.all()}
         ran = set(Entry.objects.filter(job__in=self.debounced).values_list("job", flat=True))
-        return super().problems() + [f"{name} ran and was replaced" for name in ran - stored]
+        replaced = [f"{name} ran and was replaced" for name in ran - stored]
+        return super().problems() + replaced + self.limited.problems()
 
     # --- Steps ------------------------------------------------------------------------------------
 
@@ -371,6 +388,13 @@ class Simulation(World):
             # Not promised: another request may replace it before this one's answer is read.
             process.ask(partial(self.patterns.again.enqueue, job=name))
             self.debounced.add(name)
+        elif kind in LIMITS:
+            # Others of the key that do not wait for the same limit overtake those that do.
+            has_order = name.startswith("k") and kind != "rate-and-slots"  # one limit's matter
+            key = f"k of {limit_of(kind, name)}" if has_order else ""
+            put = partial(self.limited.jobs[kind].enqueue, job=name, ending=ending)
+            is_outside = not LIMITS[kind].get("atomic", True)
+            self.enqueue(process, name, put, key, is_outside)
         else:
             key = f"k of {topic}" if name.startswith("k") else ""  # order is a matter of one topic
             put = self.kinds.enqueuing(kind, name, ending)
@@ -467,7 +491,15 @@ class Simulation(World):
             return
         self._started += 1
         boundary = SimulatedBoundary(self.touched)
-        process = Simulated(f"process-{number}-{self._started}", boundary, self._fiber, self.clock)
+        renewed_at = self.limited.renewed_at
+        renewed_at[boundary] = time.monotonic()
+        process = Simulated(
+            f"process-{number}-{self._started}",
+            boundary,
+            self._fiber,
+            self.clock,
+            partial(renewed_at.__setitem__, boundary),
+        )
         self.by_number[number] = process
         self.processes.append(process)
 
@@ -506,6 +538,9 @@ class Simulation(World):
             has_done, beats = self._turn_all(beats), False
             if has_done:
                 rounds = iter(ROUNDS)  # each of many may ask to be waited for
+            elif (seconds := self._next_start()) > 0.0:
+                self.clock.advance(seconds)
+                beats = True
             elif self.is_done() or self._is_held() or (seconds := next(rounds, None)) is None:
                 break
             else:
@@ -515,6 +550,21 @@ class Simulation(World):
             self.clock.advance(20)
             for process in self.processes:
                 process.part("beat")
+
+    def _next_start(self) -> float:
+        """Return in how many seconds a job with a limit that is on its way may start: a permit is
+        void if nobody looks at its moment. 0: none is, soon."""
+        now, waiting = timezone.now(), Job.objects.open().filter(handler__startswith=PREFIX)
+        dues = waiting.filter(available_at__gt=now).values_list("available_at", flat=True)
+        if not waiting.exists():
+            return 0.0
+        self.clock.advances = 0
+        seconds = [(due - now).total_seconds() for due in dues]
+        for process in self.processes:
+            process.boundary.call_count = 0
+            until = [moment for moment, *_ in process.worker.scheduler._delayed]
+            seconds += [moment - time.monotonic() for moment in until]
+        return min((each for each in seconds if 0.0 < each < SOON), default=0.0)
 
     def is_done(self) -> bool:
         return super().is_done() and not Schedule.objects.filter(next_at__isnull=False).exists()

@@ -46,6 +46,11 @@ KINDS = (
     *("batch", "batch-outside", "queue", "unique", "task", "stream"),
     *("debounced", "levels"),
 )
+LIMITED = (
+    *("rated", "rated-outside", "rate-and-slots"),
+    *("slots", "slots-outside", "two-slots-outside", "slots-coroutine"),
+)
+"""Kinds with limits, which some jobs of some of the schedules that were drawn are given."""
 ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3
 UNIQUE_IDS = ("u0", "u1")
@@ -97,8 +102,53 @@ class Step:
 def drawn(seed: int, count: int) -> list[Step]:
     """Return the schedule of a seed."""
     steps = _Draw(random.Random(f"schedule {seed}"), count).steps
+    steps = _with_limits(steps, random.Random(f"limits {seed}"))
     steps = _with_ticks(steps, random.Random(f"ticks {seed}"))
     return _with_flows(steps, random.Random(f"flows {seed}"))
+
+
+def _with_limits(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return the schedule with limits for many of its jobs, one time in three: processes meet in
+    their handlers, and time passes in small parts."""
+    if chance.random() > 1 / 3:
+        return steps
+    kinds = chance.sample(LIMITED, chance.choice((1, 2, 2, 3)))
+    found = []
+    for step in steps:
+        what = list(step.what)
+        if step.action == "enqueue":
+            for at in range(0, len(what), 3):
+                if what[at] not in ("unique", "stream", "debounced") and chance.random() < 0.7:
+                    what[at] = chance.choice(kinds)
+        found.append(replace(step, what=tuple(what)))
+    for number in range(len(steps) // 10):
+        at = chance.randrange(MOST_PROCESSES, len(found) + 1)
+        found[at:at] = _limited_work(number, kinds, chance)
+    return found
+
+
+def _limited_work(number: int, kinds: Sequence[str], chance: random.Random) -> list[Step]:
+    """Return the steps in which jobs with limits come while others may still run."""
+    sender, *_ = everybody = chance.sample(range(MOST_PROCESSES), MOST_PROCESSES)
+    found, going = [], []
+    for lane in ("lane", "lane-2"):
+        jobs: list[str] = []
+        for each in range(chance.choice((1, 1, 2, 3))):
+            ending = chance.choice(("completed", "completed", "retried", *ENDINGS))
+            jobs += chance.choice(kinds), f"{chance.choice('kf')}{lane}{number}.{each}", ending
+        found += [Step("enqueue", sender, tuple(jobs)), Step("relay", sender)]
+        for who in everybody:
+            step = Step(lane, who)
+            if chance.random() < 0.5:
+                at = chance.choice((*("INSERT ledger",) * 4, "coordination", ""))
+                fault, nth = chance.choice(CALM).value, chance.choice(NTH[:5])
+                step = replace(step, fault=fault, at=at, nth=nth)
+                going.append(Step("go", who, (lane,)))
+            others = chance.sample(("beat", "lane", "loop", "record"), 1)
+            found += [Step("poll", who), Step("poll", who), step]
+            found += [Step(each, who) for each in others]
+    chance.shuffle(going)
+    return [*found, Step("time", seconds=chance.choice((0.1, 0.4, 1.0))), *going]
 
 
 def _with_ticks(steps: list[Step], chance: random.Random) -> list[Step]:

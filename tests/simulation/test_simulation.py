@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.limits.limiter import Limiter
 from kjo_django.models import Job, WorkflowEdge
 from kjo_django.store.base import Store
 from kjo_django.workflows.countdown import _Advance
@@ -213,3 +215,35 @@ def test_some_seeds_meet_pauses_only() -> None:
         if not any(step.fault in worse or step.action == "die" for step in drawn(seed, 200))
     ]
     assert 20 <= len(calm) <= 60
+
+
+@in_memory
+@pytest.mark.parametrize("limit", ["rate", "slots"])
+def test_a_limit_that_is_not_obeyed_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    # Given two jobs, of which one is paused in its handler
+    kind = {"rate": "rated-outside", "slots": "slots-outside"}[limit]
+    steps = [Step("start", 0)]
+    for number, lane in enumerate(("lane", "lane-2")):
+        steps += [Step("enqueue", 0, (kind, f"f{2 * number}", "completed")), Step("relay", 0)]
+        steps += [Step("poll", 0), Step("poll", 0)]
+        steps += [Step(lane, 0, fault="pauses-before", at="INSERT ledger")]
+    steps += [Step("go", 0, ("lane",)), Step("go", 0, ("lane-2",))]
+    assert problems_of(simulation, steps) == []
+    # When the limiter does not heed what it is answered
+    if limit == "rate":
+        monkeypatch.setattr(LeaseBook, "reserve", lambda self, asks, *times: [0.0] * len(asks))
+    else:
+        monkeypatch.setattr(Limiter, "_ask_slots", lambda self, *asked: None)
+    # Then
+    assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
+
+
+@every_transport
+def test_a_job_with_a_slot_that_is_paused_stays_before_those_in_line(
+    simulation: Simulation,
+) -> None:
+    jobs = [("fw6.0", "completed"), ("kw6.1", "paused"), ("kw6.2", "completed")]
+    what = tuple(part for job in jobs for part in ("slots", *job))
+    assert problems_of(simulation, [Step("start"), Step("enqueue", what=what)]) == []
