@@ -212,9 +212,9 @@ class Limiter:
     @staticmethod
     def _is_next(delivery: D, rows: Mapping[D, JobRow], found: Sorted[Any]) -> bool:
         """Return whether a delivery asks although others wait in line: it was released, it had a
-        permit or a slot before, or it cannot stand in line."""
+        permit before, or it cannot stand in line."""
         row = rows.get(delivery)
-        if row is None or delivery.deliveries > 1 or delivery.permit_until or delivery.permitted_at:
+        if row is None or delivery.deliveries > 1 or delivery.permit_until:
             return True
         place = found.places.get(row.id)
         return place is not None and place.is_released
@@ -265,9 +265,6 @@ class Limiter:
             if not is_taken:
                 waits[delivery] = Wait(limited[delivery][0], LEAD)
                 delivery.permitted_at = delivery.permit_until = 0.0
-            elif not delivery.permit_until:
-                # Should it come up again, it has left the line, and asks before those in it.
-                delivery.permitted_at = self._runtime.clock.monotonic()
 
     # --- Deciding ---------------------------------------------------------------------------------
 

@@ -239,12 +239,3 @@ def test_a_limit_that_is_not_obeyed_is_found(
         monkeypatch.setattr(Limiter, "_ask_slots", lambda self, *asked: None)
     # Then
     assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
-
-
-@every_transport
-def test_a_job_with_a_slot_that_is_paused_stays_before_those_in_line(
-    simulation: Simulation,
-) -> None:
-    jobs = [("fw6.0", "completed"), ("kw6.1", "paused"), ("kw6.2", "completed")]
-    what = tuple(part for job in jobs for part in ("slots", *job))
-    assert problems_of(simulation, [Step("start"), Step("enqueue", what=what)]) == []
