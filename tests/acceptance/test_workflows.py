@@ -105,6 +105,8 @@ def kill_while_workflows_run(engine: Engine, workflows: int, steps: int, kills: 
         engine.wait_for_moment(random.uniform(0, 1.0))
         worker.kill()
     last = engine.worker("--concurrency", "4")
+    # One that still imports has no handler for the signal that stops it
+    engine.wait_until(lambda: "Consuming" in last.log, f"{last} does not start")
     engine.wait_until(lambda: has_ended(engine), "Workflows reach no end", 300)
     assert last.stop() == 0
     return assert_all_holds(engine)

@@ -109,6 +109,7 @@ class Groups(Suite):
         of_high.close()
         found = self.read(of_low, 200)
         assert {record.topic for record in found} == {low}
+        self.settle(of_low, found)
         again = self.subscribe(transport, high, group)
         self.publish_values(transport, high, b"last")
         assert self.read_until([of_low, again], b"last") == []
