@@ -530,8 +530,6 @@ class Worker:
         transport = get_transport(queue.transport)
         if not transport.capabilities.transactional:
             return sum(transport.lag(queue.topics, queue.consumer_group).values())
-        if registry.route_of(queue.name) is registry.JOBS:
-            return 0  # each due job has its record in the table
         records = sum(transport.lag(queue.topics, queue.consumer_group).values())
         if not records:
             return 0
