@@ -528,11 +528,9 @@ class Worker:
     def _waiting_records(self, queue: QueueConf) -> int:
         """Return how many records wait for a queue that no due job stands for."""
         transport = get_transport(queue.transport)
-        if not transport.capabilities.transactional:
-            return sum(transport.lag(queue.topics, queue.consumer_group).values())
         records = sum(transport.lag(queue.topics, queue.consumer_group).values())
-        if not records:
-            return 0
+        if not (records and transport.capabilities.transactional):
+            return records
         jobs = Job.objects.using(self.runtime.database).open()
         now = self.runtime.clock.now()
         return max(0, records - jobs.filter(queue=queue.name, available_at__lte=now).count())
