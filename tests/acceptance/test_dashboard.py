@@ -116,6 +116,13 @@ class Site:
         except (NoSuchElementException, StaleElementReferenceException):
             return ""
 
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements; none while a refresh replaces them."""
+        try:
+            return [element.text for element in self.find_all(selector)]
+        except StaleElementReferenceException:
+            return []
+
     def tile(self, label: str) -> str:
         for tile in self.find_all(".kjo-tile"):
             try:
@@ -435,13 +442,9 @@ def test_a_schedule_is_added_runs_now_and_is_paused(
     site.fill("cron", "30 3 * * *")
     site.fill("timezone", "Asia/Kolkata")
     engine.wait_until(
-        lambda: (
-            [run.text for run in site.find_all("#kjo-preview li")].count("") == 0
-            and len(site.find_all("#kjo-preview li")) == 5
-        ),
+        lambda: ["03:30:00 IST" in run for run in site.texts("#kjo-preview li")] == [True] * 5,
         "The next five runs were never shown",
     )
-    assert all("03:30:00 IST" in run.text for run in site.find_all("#kjo-preview li"))
     site.fill("payload", '{"job": "scheduled"}')
     site.press("Add")
     site.wait_for("Added: nightly")

@@ -63,7 +63,7 @@ def run_all(bench, deliveries, rounds: int = 500) -> None:
     """Run them to their ends; what is deferred comes up again, as it does in a worker."""
     while deliveries:
         rounds -= 1
-        assert rounds, "they never end"
+        assert rounds, f"they never end; leases: {list(Lease.objects.values_list())}"
         deliveries = bench.run(deliveries)
 
 

@@ -124,15 +124,13 @@ def _progress(facts: dict[str, Any]) -> str:
 def show_one(page: Page, workflow: UUID) -> HttpResponse:
     """Show one workflow."""
     found = find(workflow)
-    stages: list[StageSummary] = shared(
-        f"stages {workflow}", lambda: lists.stages(found, running())
-    )
+    (row,) = _rows(page, [found])
+    stages = _stages(found, row["open"])
     is_drawn = all(stage.id is not None for stage in stages)
     nodes = [_node(page, stage) for stage in stages]
     if is_drawn:
         nodes = [_with_address(page, found, node) for node in graph.merged(nodes)]
     names = {node.key: node.name for node in nodes}
-    (row,) = _rows(page, [found])
     return page.show(
         "workflow.html",
         {
@@ -156,11 +154,15 @@ def show_one(page: Page, workflow: UUID) -> HttpResponse:
     )
 
 
-def _stages(found: Workflow) -> list[StageSummary]:
+def _stages(found: Workflow, open_steps: int) -> list[StageSummary]:
+    """Return the stages of a workflow. What was read before its state or its number of open steps
+    changed is not shown: the page would contradict itself."""
+
     def read() -> list[StageSummary]:
         return lists.stages(found, running() if found.state in OPEN_WORKFLOWS else ())
 
-    stages: list[StageSummary] = shared(f"stages {found.pk}", read)
+    name = f"stages {found.pk} {found.state} {open_steps}"
+    stages: list[StageSummary] = shared(name, read)
     return stages
 
 
