@@ -17,6 +17,7 @@ from kjo_django.store.postgres import PostgresStore
 
 RIVAL = "rival"
 """Name of the thread that acts while another one's call is under way."""
+DAY = 86_400
 PATIENCE = 3
 """How often a process waits that acts while another one's call is under way."""
 MOST_ADVANCES = 2_000
@@ -32,6 +33,7 @@ class Clock:
     def __init__(self, *, stands: bool = False) -> None:
         self.stands = stands
         self.offset = 0.0
+        self.days = 0
         self.advances = 0
         self.rivals_waits = 0
 
@@ -41,12 +43,14 @@ class Clock:
             began, began_at = now(), monotonic()
             now, monotonic = lambda: began, lambda: began_at
             wall, whole = time.time(), time.time_ns()
-            monkeypatch.setattr(time, "time", lambda: wall + self.offset)
-            monkeypatch.setattr(time, "time_ns", lambda: whole + int(self.offset * 1e9))
+            monkeypatch.setattr(time, "time", lambda: wall + self.days * DAY + self.offset)
+            monkeypatch.setattr(
+                time, "time_ns", lambda: whole + int((self.days * DAY + self.offset) * 1e9)
+            )
             monkeypatch.setattr(time, "perf_counter", lambda: began_at + self.offset)
             # Ids never go back: without this those of later tests would be of the time shown here.
             monkeypatch.setattr(ids, "_last_tick", ids._last_tick)
-        shifted_now = lambda: now() + timedelta(seconds=self.offset)  # noqa: E731
+        shifted_now = lambda: now() + timedelta(self.days, self.offset)  # noqa: E731
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
         monkeypatch.setattr(Store, "server_time", lambda store: shifted_now())
@@ -54,6 +58,11 @@ class Clock:
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)
         monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))
+
+    def begin_day(self) -> None:
+        """Begin another day of the calendar; the monotonic clock begins anew. So what repeats a
+        run meets the same numbers to the last bit, and none that is older than the run."""
+        self.days, self.offset = self.days + 1 + int(self.offset // DAY), 0.0
 
     def advance(self, seconds: float) -> None:
         self.advances += 1

@@ -49,7 +49,6 @@ from tests.simulation.schedule import FLOWING, THREADS, TICKING, Step
 QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
 """Seconds after which a process that pauses in the midst of a step cannot renew its leases."""
-DAY = 86_400.0
 PREFIX = "simulation."
 """How the names of handlers with limits begin."""
 SOON = 5.0
@@ -258,7 +257,7 @@ class Simulation(World):
         self.begin_empty()
         declare()
         self.limited = Limited(self.kinds)
-        self.clock.offset = (self.clock.offset // DAY + 1) * DAY
+        self.clock.begin_day()
         try:
             for step in steps:
                 self.take(step)
