@@ -111,15 +111,14 @@ print("all is well")
 '''
 
 
-def test_without_any_client_the_embedded_default_does_everything(tmp_path):
-    # Given
+def run(code, tmp_path):
+    """Run a program in a fresh interpreter, with no server named, and return how it ended."""
     program = tmp_path / "program.py"
-    program.write_text("import tests.settings as tests_settings\n" + PROGRAM)
+    program.write_text("import tests.settings as tests_settings\n" + code)
     kept = {
         key: value for key, value in os.environ.items() if not key.endswith(("_URL", "_SERVERS"))
     }
-    # When
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(program), str(tmp_path / "db.sqlite3")],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT)},
@@ -127,9 +126,58 @@ def test_without_any_client_the_embedded_default_does_everything(tmp_path):
         text=True,
         timeout=120,
     )
-    # Then
+
+
+def test_without_any_client_the_embedded_default_does_everything(tmp_path):
+    done = run(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("all is well\n")
+
+
+KAFKA_IS_NAMED = (
+    PROGRAM[: PROGRAM.index("# Everything public")].replace(
+        'ROOT_URLCONF="tests.urls",',
+        """ROOT_URLCONF="tests.urls",
+    KJO={"TRANSPORTS": {"default": {
+        "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
+        "OPTIONS": {"bootstrap.servers": "127.0.0.1:1"},
+    }}},""",
+    )
+    + """
+from django.core.management import call_command
+from tests.ledger.jobs import write
+
+def said(*command):
+    try:
+        call_command(*command)
+    except Exception as error:
+        return str(error)
+    raise AssertionError(f"{command} went well")
+
+call_command("migrate", verbosity=0)
+answers = [said(*command.split()) for command in ("check", "kjo_consume", "kjo_topics plan")]
+try:
+    write.enqueue(job="a")
+except Exception as error:
+    answers.append(str(error))
+try:
+    from kjo_django.transports.kafka import KafkaTransport
+except ImportError as error:
+    answers.append(str(error))
+for answer in answers:
+    lines = [line for line in answer.splitlines() if "confluent_kafka" in line]
+    assert len(lines) == 1 and "pip install 'kjo-django[kafka]'" in lines[0], answer
+assert len(answers) == 5
+call_command("kjo_health")
+"""
+)
+
+
+def test_where_kafka_is_named_and_not_installed_one_line_names_the_extra(tmp_path):
+    done = run(KAFKA_IS_NAMED, tmp_path)
+    assert done.returncode == 1, done.stderr[-3000:]  # the health is not well
+    assert "pip install 'kjo-django[kafka]'" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
 
 
 def test_the_clients_it_does_without_are_installed_here():
