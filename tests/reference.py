@@ -244,7 +244,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
 @block
 def command_options() -> Iterator[str]:
     for name, parser in commands().items():
-        yield f"### {name}"
+        yield f"## {name}"
         yield ""
         yield " ".join((parser.description or "").split())
         yield ""
@@ -373,7 +373,7 @@ def _models() -> list[Any]:
 @block
 def model_fields() -> Iterator[str]:
     for model in _models():
-        yield f"### {model.__name__}"
+        yield f"## {model.__name__}"
         yield ""
         yield f"Table `{model._meta.db_table}`. {' '.join((model.__doc__ or '').split())}"
         yield ""

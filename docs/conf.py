@@ -1,0 +1,47 @@
+"""How Sphinx makes a site of these pages: ``python -m sphinx docs site``.
+
+The pages are written to be read in a repository too, so they contain no directives of Sphinx: the
+navigation is made of the links of ``index.md``, in their order.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pygments.lexers.special import TextLexer
+
+project = "kjo_django"
+author = "The kjo_django authors"
+with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as _file:
+    release = version = tomllib.load(_file)["project"]["version"]
+
+extensions = ["myst_parser"]
+myst_heading_anchors = 4
+nitpicky = True
+html_theme = "furo"
+html_title = f"{project} {release}"
+html_show_copyright = False
+html_copy_source = False
+
+_CAPTION = re.compile(r"^\*\*(\w[^*\n]*)\*\*", re.MULTILINE)
+_PAGE = re.compile(r"\]\((?!\.\.|[a-z]+:)([^)#]+)\.md\)")
+
+
+def _add_navigation(app: Any, name: str, source: list[str]) -> None:
+    """Add tables of contents to the first page, one for each of its captioned lists of links."""
+    if name == "index":
+        _, *parts = _CAPTION.split(source[0].partition("## All pages")[2])
+        for caption, text in zip(parts[::2], parts[1::2], strict=True):
+            pages = "\n".join(dict.fromkeys(_PAGE.findall(text)))
+            source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+    elif name.startswith("decisions/0"):
+        # The list of decisions links each; a navigation with all of them could not be read.
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
+
+
+def setup(app: Any) -> None:
+    app.add_lexer("mermaid", TextLexer)
+    app.connect("source-read", _add_navigation)

@@ -1,0 +1,1 @@
+"""What a release is made of: the site, the wheel, the files for servers."""
