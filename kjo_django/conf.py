@@ -69,6 +69,11 @@ def level_of(priority: int) -> int:
     return next(level for level, (least, _) in LEVELS.items() if priority >= least)
 
 
+def priority_of(level: int) -> int:
+    """Return the priority that is given to what has only a level: the one nearest to 0."""
+    return LEVELS[level][0] if level > 0 else level
+
+
 # --- The settings ---------------------------------------------------------------------------------
 
 
@@ -452,6 +457,13 @@ class QueueConf:
         """Return the level of a priority; the next one where the queue does not have it."""
         level = level_of(priority or 0)
         return min(max(level, min(self.levels)), max(self.levels))
+
+    def keyed_priority(self, priority: int) -> int:
+        """Return the priority of jobs with a key: that of the level, so that all jobs of the key
+        and level have one. A queue with one level distinguishes all four here."""
+        levels = self.levels if len(self.levels) > 1 else LEVELS
+        level = min(max(level_of(priority), min(levels)), max(levels))
+        return priority_of(level)
 
     def level_in(self, topic: str) -> int:
         """Return the level that has a topic; 0 where none has it."""

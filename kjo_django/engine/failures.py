@@ -20,7 +20,7 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.conf import LEVELS
+from kjo_django.conf import priority_of
 from kjo_django.engine.admission import limit_of, load_rows
 from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import call_isolated
@@ -412,7 +412,7 @@ def _birth(
     row = Job(
         id=id,
         queue=queue.retries,
-        priority=record.priority or (LEVELS[level][0] if level > 0 else level) or None,
+        priority=record.priority or priority_of(level) or None,
         handler=message.type,
         unique_id=message.row_name,
         key=storable_text(message.lease_id, 255) if message.lease_id else row_key(record.key),

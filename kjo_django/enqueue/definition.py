@@ -297,6 +297,8 @@ def new_job(
     ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
     now = timezone.now()
     priority = declared.priority if given.priority is None else given.priority
+    if priority and (key or declared.key is not None):
+        priority = queue.keyed_priority(priority)
     return Job(
         id=uuid7(),
         queue=queue.name,
@@ -449,7 +451,7 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param key: payload field, or function of the payload, whose value orders jobs: those of one
         key run one at a time and in order.
     :param priority: from -100 to 100; jobs of the highest run first. On a broker the levels of its
-        queue decide, see the queue's ``priorities``.
+        queue decide, see the queue's ``priorities``. A job with a key has that of its level.
     :param max_attempts: executions before a job is dead-lettered.
     :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
     :param backoff: the delay before the next attempt: ``exponential(2, max=600)``, a delay, an

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
 import uuid
 
@@ -19,23 +18,16 @@ from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.poller import plan_fetch
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.messages import headers as names
-from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
-from tests.unit.deliveries import KJO, Silent, as_job
-from tests.unit.workers import WAIT, Running
+from tests.unit.deliveries import Silent
+from tests.unit.workers import WAIT, Configure, Noting
 
 PROMISED = 1.0
 """Seconds until a job of an idle queue begins, whatever others do."""
 SOON = 3.0
 """Seconds; the promised one, and this machine may be slow."""
 BACKLOG = 2_000
-TRANSPORTS = {
-    "memory": "memory.MemoryTransport",
-    "database": "database.DatabaseTransport",
-    "kafka": "kafka.KafkaTransport",
-    "redis_streams": "redis_streams.RedisStreamsTransport",
-}
 
 
 @pytest.fixture(
@@ -60,89 +52,33 @@ def configure(request, settings, sqlite_file):
     """Use a transport with two queues, whose topics have two partitions where there are any."""
 
     def configure(transport: str, limit: int | None = 1, **options: object) -> None:
-        suffix = uuid.uuid4().hex[:8]
-        own: dict[str, object] = {}
-        if transport == "kafka":
-            servers = request.getfixturevalue("kafka_server").bootstrap_servers
-            own = {"bootstrap.servers": servers}
-        elif transport == "redis_streams":
-            url = request.getfixturevalue("redis_server").url
-            cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
-            settings.CACHES = {"default": cache}
-            own = {"KEY_PREFIX": f"{suffix}:"}
-        elif transport == "memory":
-            own = {"partitions": 2}
-        backend = f"kjo_django.transports.{TRANSPORTS[transport]}"
-        settings.KJO = {
-            **KJO,
-            "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": own}},
-            "QUEUES": {
-                "slow": {
-                    "topic": f"slow-{suffix}",
-                    "consumer_group": suffix,
-                    "concurrency": limit,
-                },
-                "quick": {"topic": f"quick-{suffix}", "consumer_group": suffix},
-            },
-            "TOPIC_OPTIONS": {"partitions": 2, "replication_factor": 1},
-            "POLL_INTERVAL": 0.2,
-            "CONCURRENCY": 2,
-            "SHUTDOWN_GRACE": 5,
-            **options,
-        }
-        topics.create(["slow", "quick"])
+        queues = {"slow": {"concurrency": limit}, "quick": {}}
+        Configure(request, settings)(transport, queues, **options)
 
     return configure
 
 
-class Working(Running):
-    """A worker in a thread of its own, whose jobs of the queue ``slow`` last until ``release``."""
+class Working(Noting):
+    """A worker whose jobs may last until ``release``."""
 
     def __init__(self, **options: object) -> None:
-        self.begun: list[str] = []
-        self.has_begun = threading.Condition()
-        self.release = threading.Event()
-
-        def work(name: str, waits: float = 0) -> None:
-            with self.has_begun:
-                self.begun.append(name)
-                self.has_begun.notify_all()
-            if waits:
-                self.release.wait(waits)
-
-        def also_work(name: str, waits: float = 0) -> None:
-            work(name, waits)
-
-        as_job(work, "work.slow", queue="slow", atomic=False)
-        as_job(also_work, "work.quick", queue="quick", atomic=False)
         super().__init__(["slow", "quick"], relay=False, **options)
 
-    def __exit__(self, *error: object) -> None:
-        self.worker.stop()
-        self.release.set()
-        self.join()
-
-    def begins(self, name: str, timeout: float) -> bool:
-        """Whether a job begins within so many seconds."""
-        with self.has_begun:
-            return self.has_begun.wait_for(lambda: name in self.begun, timeout)
-
-    def delay_of(self, name: str) -> float:
-        """Return after how many seconds a job of the other queue begins that is enqueued now."""
-        enqueued_at = time.monotonic()
-        publish("quick", f'{{"name": "{name}"}}')
-        assert self.begins(name, SOON)
-        return time.monotonic() - enqueued_at
+    def delay_of_other(self, name: str) -> float:
+        """Return after how many seconds a job of the other queue begins that is published now."""
+        return self.delay_of(name, lambda: publish("quick", f'{{"name": "{name}"}}'), SOON)
 
     def slow_begun(self) -> int:
         """How many jobs that wait for ``release`` have begun."""
         return sum(not name.startswith("other") for name in self.begun)
 
+    def waits_for_slow(self, count: int) -> None:
+        assert self.begins(lambda begun: self.slow_begun() >= count), "nothing begins"
+
     def fills(self) -> None:
         """Wait until it fetches no more."""
-        with self.has_begun:
-            # Not always the first: of two partitions either may be read before the other one.
-            assert self.has_begun.wait_for(self.slow_begun, WAIT), "nothing begins"
+        # Not always the first: of two partitions either may be read before the other one.
+        self.waits_for_slow(1)
         last, since, end = -1, time.monotonic(), time.monotonic() + WAIT
         while time.monotonic() < since + 1.0:
             assert time.monotonic() < end, "it fetches without an end"
@@ -178,7 +114,7 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
     with Working() as working:
         working.fills()
         # When
-        delays = [working.delay_of(f"other {number}") for number in range(3)]
+        delays = [working.delay_of_other(f"other {number}") for number in range(3)]
         # Then
         print(f"begun after {delays} s")
         # A busy machine may delay one of them. What starves a queue delays all.
@@ -198,8 +134,8 @@ def test_a_worker_holds_a_limit_of_bytes_and_one_record_of_any_size(configure, t
         assert 1 <= working.worker.scheduler.outstanding <= limit // 20_000 + 1
         # And all run in the end
         working.release.set()
-        with working.has_begun:
-            assert working.has_begun.wait_for(lambda: working.slow_begun() == 15, WAIT)
+        working.waits_for_slow(15)
+        assert working.slow_begun() == 15
 
 
 @pytest.mark.long
@@ -210,10 +146,9 @@ def test_a_job_of_an_idle_queue_is_next_where_slow_ones_have_all_lanes(configure
     lasting = [draw.uniform(0.2, 1) for _ in range(BACKLOG)]
     publish("slow", *[f'{{"name": "slow", "waits": {seconds}}}' for seconds in lasting])
     with Working() as working:
-        with working.has_begun:
-            assert working.has_begun.wait_for(lambda: working.slow_begun() > 12, WAIT)
+        working.waits_for_slow(13)
         # When
-        delays = [working.delay_of(f"other {number}") for number in range(5)]
+        delays = [working.delay_of_other(f"other {number}") for number in range(5)]
         # Then
         print(f"begun after {delays} s")
         assert statistics.median(delays) < PROMISED
@@ -227,10 +162,9 @@ def test_an_idle_queue_waits_for_one_handler_whatever_the_weight_of_the_busy_one
     configure(transport, limit=None, CONCURRENCY=1)
     publish("slow", *['{"name": "slow", "waits": 0.2}'] * 200)
     with Working(weights={"slow": 100}) as working:
-        with working.has_begun:
-            assert working.has_begun.wait_for(lambda: working.slow_begun() > 3, WAIT)
+        working.waits_for_slow(4)
         # When
-        delays = [working.delay_of(f"other {number}") for number in range(5)]
+        delays = [working.delay_of_other(f"other {number}") for number in range(5)]
         # Then
         print(f"begun after {delays} s")
         assert statistics.median(delays) < PROMISED
@@ -265,7 +199,7 @@ def test_a_hot_key_leaves_room_for_others(configure, transport):
         # When
         publish("quick", OTHER, key=other)
         # Then
-        assert working.begins("other", SOON)
+        assert working.begins(lambda begun: "other" in begun, SOON)
         assert working.slow_begun() == 1
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import statistics
-import threading
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -25,17 +23,11 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, MEMORY
-from tests.unit.workers import WAIT, Running
+from tests.unit.workers import Configure, Noting
 
 PROMISED = 1.0
 """Seconds until an urgent job begins, whatever others do."""
 SOON = 10.0
-TRANSPORTS = {
-    "memory": "memory.MemoryTransport",
-    "database": "database.DatabaseTransport",
-    "kafka": "kafka.KafkaTransport",
-    "redis_streams": "redis_streams.RedisStreamsTransport",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -294,65 +286,28 @@ def test_a_dead_letter_is_replayed_into_the_level_it_had(levelled):
 # --- A worker beside a backlog --------------------------------------------------------------------
 
 
-class Mail(Running):
-    """A worker in a thread of its own, whose handler notes when which job begins."""
+class Mail(Noting):
+    """A worker whose jobs of the queue ``mail`` take some seconds."""
 
     def __init__(self, queues: list[str], seconds: float, **options: object) -> None:
-        self.begun: list[str] = []
-        self.changed = threading.Condition()
+        super().__init__(queues, seconds, **options)
+        self.job = self.jobs["mail"]
 
-        def work(name: str) -> None:
-            with self.changed:
-                self.begun.append(name)
-                self.changed.notify_all()
-            time.sleep(seconds)
-
-        self.job = job(name="tests.work", queue=queues[0], atomic=False)(work)
-        super().__init__(queues, **options)
-
-    def wait_for(self, name: str, timeout: float = WAIT) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: name in self.begun, timeout), f"{name} is late"
+    def wait_for(self, name: str) -> None:
+        assert self.begins(lambda begun: name in begun), f"{name} is late"
 
     def wait_for_count(self, count: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.begun) >= count, WAIT)
+        assert self.begins(lambda begun: len(begun) >= count)
 
-    def delay_of(self, name: str, priority: int) -> float:
-        """Return after how many seconds a job begins that is enqueued now."""
-        enqueued_at = time.monotonic()
-        self.job.using(priority=priority).enqueue(name=name)
-        self.wait_for(name, SOON)
-        return time.monotonic() - enqueued_at
+    def delay_of_urgent(self, name: str) -> float:
+        return self.delay_of(name, lambda: self.job.using(priority=60).enqueue(name=name), SOON)
 
 
 @pytest.fixture
 def configure(request, settings, sqlite_file):
     def configure(transport: str, priorities: int = 3, **options: object) -> None:
-        suffix = uuid.uuid4().hex[:8]
-        own: dict[str, object] = {}
-        if transport == "kafka":
-            servers = request.getfixturevalue("kafka_server").bootstrap_servers
-            own = {"bootstrap.servers": servers}
-        elif transport == "redis_streams":
-            url = request.getfixturevalue("redis_server").url
-            cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
-            settings.CACHES = {"default": cache}
-            own = {"KEY_PREFIX": f"{suffix}:"}
-        backend = f"kjo_django.transports.{TRANSPORTS[transport]}"
-        queue = {"topic": f"mail-{suffix}", "consumer_group": suffix, "priorities": priorities}
-        other = {"topic": f"other-{suffix}", "consumer_group": suffix}
-        settings.KJO = {
-            **KJO,
-            "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": own}},
-            "QUEUES": {"mail": queue, "other": other},
-            "TOPIC_OPTIONS": {"partitions": 2, "replication_factor": 1},
-            "POLL_INTERVAL": 0.2,
-            "CONCURRENCY": 2,
-            "SHUTDOWN_GRACE": 5,
-            **options,
-        }
-        topics.create(["mail", "other"])
+        queues = {"mail": {"priorities": priorities}, "other": {}}
+        Configure(request, settings)(transport, queues, **options)
 
     return configure
 
@@ -383,7 +338,7 @@ def test_an_urgent_job_begins_at_once_beside_a_backlog_that_goes_on(
         mail.wait_for_count(30)
         # When
         before = len(mail.begun)
-        delays = [mail.delay_of(f"urgent {n}", 60) for n in range(5)]
+        delays = [mail.delay_of_urgent(f"urgent {n}") for n in range(5)]
         # Then a busy machine may delay one of them; a backlog would delay all
         print(f"begun after {delays} s")
         assert statistics.median(delays) < PROMISED
@@ -403,3 +358,57 @@ def test_low_jobs_advance_beside_a_flood_of_urgent_ones(configure, transport):
         # Then the first of them begins long before the last of those
         mail.wait_for("low 0")
         assert sum(name.startswith("urgent") for name in mail.begun) < 550
+
+
+@pytest.mark.parametrize(
+    ("transport", "priorities"),
+    [
+        ("memory", 2),
+        ("database", 1),
+        ("database", 2),
+        pytest.param("kafka", 2, marks=pytest.mark.kafka),
+        pytest.param("redis_streams", 2, marks=pytest.mark.redis),
+    ],
+)
+def test_jobs_of_one_key_and_level_keep_their_order_whatever_their_priorities(
+    configure, transport, priorities
+):
+    # Given jobs of two keys in one level, among others of higher and lower priorities
+    configure(transport, priorities, RELAY_BATCH_SIZE=10)
+    mail = Mail(["mail"], 0.0)
+    draw, wanted = random.Random(3), []
+    for number in range(60):
+        key, priority = f"k{number % 2}", draw.choice([50, 60, 80, 100])
+        mail.job.using(key=key, priority=priority).enqueue(name=f"{key} {number}")
+        mail.job.using(priority=draw.choice([60, 100, -5])).enqueue(name=f"other {number}")
+        wanted.append(f"{key} {number}")
+    # When
+    with mail:
+        mail.wait_for_count(120)
+    # Then
+    for key in ("k0", "k1"):
+        assert [name for name in mail.begun if name.startswith(key)] == [
+            name for name in wanted if name.startswith(key)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("levels", "stored"),
+    [
+        (1, {100: 50, 60: 50, 49: 1, 1: 1, 0: None, -1: -1, -100: -1}),
+        (2, {100: 1, 60: 1, 49: 1, 1: 1, 0: 0, -1: 0, -100: 0}),
+        (3, {100: 1, 60: 1, 49: 1, 1: 1, 0: 0, -1: -1, -100: -1}),
+        (4, {100: 50, 60: 50, 49: 1, 1: 1, 0: 0, -1: -1, -100: -1}),
+    ],
+)
+@pytest.mark.django_db
+def test_a_job_with_a_key_has_the_priority_of_its_level(settings, levels, stored):
+    settings.KJO = {**KJO, "QUEUES": {"mail": {"priorities": levels}}}
+    declared = job(name="tests.keyed", queue="mail", key="to")(lambda to: None)
+    plain = job(name="tests.plain", queue="mail")(lambda to: None)
+    for priority in stored:
+        declared.using(priority=priority).enqueue(to="a")
+        declared.using(priority=priority).enqueue_many([{"to": "a"}])
+        plain.using(priority=priority, key="k").enqueue(to="a")
+    found = list(Job.objects.order_by("id").values_list("priority", flat=True))
+    assert found == [priority for priority in stored.values() for _ in range(3)]

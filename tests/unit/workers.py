@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from django.db import connection
 
+from kjo_django import job
+from kjo_django.operations.maintenance import topics
 from kjo_django.worker import Worker
+from tests.unit.deliveries import KJO
 
+TRANSPORTS = {
+    "memory": "memory.MemoryTransport",
+    "database": "database.DatabaseTransport",
+    "kafka": "kafka.KafkaTransport",
+    "redis_streams": "redis_streams.RedisStreamsTransport",
+}
 WAIT = 60
 """Seconds a test waits for what takes none, on a machine that is busy elsewhere."""
 
@@ -40,6 +50,89 @@ class Running:
     def join(self) -> None:
         self._thread.join(WAIT)
         assert not self._thread.is_alive(), "the worker does not end"
+
+
+class Noting(Running):
+    """A worker in its thread, with a job of each of its queues that notes when it begins.
+
+    :param seconds: how long a job takes that has no ``waits``: so many seconds, or until
+        ``release``.
+    """
+
+    def __init__(self, queues: Sequence[str], seconds: float = 0.0, **options: Any) -> None:
+        self.begun: list[str] = []
+        self.has_begun = threading.Condition()
+        self.release = threading.Event()
+
+        def work(name: str, waits: float = 0.0) -> None:
+            with self.has_begun:
+                self.begun.append(name)
+                self.has_begun.notify_all()
+            if waits:
+                self.release.wait(waits)
+            elif seconds:
+                time.sleep(seconds)
+
+        self.jobs = {
+            queue: job(name=f"work.{queue}", queue=queue, atomic=False)(work) for queue in queues
+        }
+        super().__init__(queues, **options)
+
+    def __exit__(self, *error: object) -> None:
+        self.worker.stop()
+        self.release.set()
+        self.join()
+
+    def begins(self, condition: Callable[[list[str]], Any], timeout: float = WAIT) -> bool:
+        """Whether what has begun comes to be so within so many seconds."""
+        with self.has_begun:
+            return bool(self.has_begun.wait_for(lambda: condition(self.begun), timeout))
+
+    def delay_of(self, name: str, enqueue: Callable[[], object], timeout: float) -> float:
+        """Return after how many seconds a job begins that is enqueued now."""
+        enqueued_at = time.monotonic()
+        enqueue()
+        assert self.begins(lambda begun: name in begun, timeout), f"{name} is late"
+        return time.monotonic() - enqueued_at
+
+
+class Configure:
+    """Settings for workers on a transport, whose queues have topics of their own.
+
+    :param request: the servers' fixtures are asked for where they are needed.
+    """
+
+    def __init__(self, request: Any, settings: Any) -> None:
+        self._request, self._settings = request, settings
+
+    def __call__(self, transport: str, queues: dict[str, dict[str, Any]], **options: Any) -> None:
+        suffix = uuid.uuid4().hex[:8]
+        own: dict[str, Any] = {}
+        if transport == "kafka":
+            servers = self._request.getfixturevalue("kafka_server").bootstrap_servers
+            own = {"bootstrap.servers": servers}
+        elif transport == "redis_streams":
+            url = self._request.getfixturevalue("redis_server").url
+            cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+            self._settings.CACHES = {"default": cache}
+            own = {"KEY_PREFIX": f"{suffix}:"}
+        elif transport == "memory":
+            own = {"partitions": 2}
+        backend = f"kjo_django.transports.{TRANSPORTS[transport]}"
+        self._settings.KJO = {
+            **KJO,
+            "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": own}},
+            "QUEUES": {
+                name: {"topic": f"{name}-{suffix}", "consumer_group": suffix, **queue}
+                for name, queue in queues.items()
+            },
+            "TOPIC_OPTIONS": {"partitions": 2, "replication_factor": 1},
+            "POLL_INTERVAL": 0.2,
+            "CONCURRENCY": 2,
+            "SHUTDOWN_GRACE": 5,
+            **options,
+        }
+        topics.create(list(queues))
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
