@@ -1,4 +1,4 @@
-"""Limits over four real workers, of which one is killed or frozen."""
+"""Limits over four real workers, of which one is killed or frozen, or whose Redis goes away."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from kjo_django import registry
-from tests.acceptance.engine import Engine
+from tests.acceptance.engine import Engine, Servers
 from tests.acceptance.program import Program
+from tests.services import RedisServer
 
 pytestmark = pytest.mark.timeout(240)
 SECONDS = 10.0
@@ -136,3 +137,59 @@ def lose(engine: Engine, worker: Program, fate: str) -> None:
         worker.kill()
     else:
         engine.freeze(worker)
+
+
+@pytest.fixture
+def redis_of_its_own(redis_server: Any) -> Iterator[RedisServer]:
+    """A Redis to be killed, which forgets everything then."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def without_redis(
+    kafka_server: Any, database_url: str, redis_of_its_own: RedisServer, tmp_path: Path
+) -> Iterator[Engine]:
+    servers = Servers(database_url, kafka_server.bootstrap_servers, redis_of_its_own.url)
+    with Engine(servers, tmp_path) as engine:
+        engine.variables["KJO_TEST_LIMITS"] = "1"
+        engine.configure(HEARTBEAT_INTERVAL=0.5, PROCESSING_TTL=5)
+        yield engine
+
+
+@pytest.mark.kafka
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_limits_hold_while_redis_is_away_and_after_it_has_lost_its_data(
+    without_redis: Engine, limited: Any, redis_of_its_own: RedisServer, tmp_path: Path
+) -> None:
+    # Given jobs with a rate and jobs with slots, of which more wait than run
+    engine, starts_path, runs_path = without_redis, tmp_path / "starts", tmp_path / "runs"
+    workers = [engine.ready_worker("--concurrency", "4") for _ in range(4)]
+    limited.start_rated.enqueue_many([{"path": str(starts_path)}] * 60)
+    job = {"tenant": "acme", "path": str(runs_path), "seconds": 1.0}
+    limited.occupy_slot.enqueue_many([job] * 24)
+    engine.wait_until(
+        lambda: len(moments_in(starts_path)) > 4 and len(moments_in(runs_path)) >= 3,
+        "Nothing started",
+    )
+    # When Redis is killed, is away for a while, and comes back with nothing
+    redis_of_its_own.kill()
+    engine.wait_for_moment(2)
+    away = time.time()
+    engine.wait_for_moment(2)
+    redis_of_its_own.start()
+    back = time.time()
+    engine.settle(timeout=120)
+    # Then all have run, once each, and never more than permitted
+    starts = [moment.at for moment in moments_in(starts_path)]
+    runs = runs_of(runs_path, {})
+    assert (len(starts), len(runs)) == (60, 24)
+    assert most_within(starts, 1.0) <= 5
+    assert most_at_once(runs) <= 3
+    # And while it was away none of them started
+    begun = [*starts, *(start for start, _ in runs)]
+    assert not [moment for moment in begun if away < moment < back]
+    assert [moment for moment in begun if moment > back]
+    for worker in workers:
+        assert worker.stop() == 0, worker.log_tail()
