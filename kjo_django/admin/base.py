@@ -10,7 +10,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, DELETION
 from django.contrib.admin.options import IS_POPUP_VAR
-from django.contrib.admin.utils import flatten_fieldsets
+from django.contrib.admin.utils import flatten_fieldsets, quote
 from django.core.exceptions import BadRequest, PermissionDenied, ValidationError
 from django.core.paginator import Paginator
 from django.db.models import QuerySet
@@ -269,7 +269,7 @@ class KjoAdmin(BaseModelAdmin):
         self.run_action(request, action, self.get_queryset(request).filter(pk=obj.pk))
         place = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
         return HttpResponseRedirect(
-            reverse(place, args=(obj.pk,), current_app=self.admin_site.name)
+            reverse(place, args=(quote(obj.pk),), current_app=self.admin_site.name)
         )
 
     def state_of(self, obj: Any) -> str:

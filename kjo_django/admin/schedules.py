@@ -33,7 +33,8 @@ class ScheduleAdmin(KjoAdmin):
     never_listed = ("declaration",)
     fields = (
         *("name", "job", "when", "timezone", "queue", "shown_state", "shown_problem", "next_at"),
-        *("last_at", "skipped_count", "catch_up", "overlap", "jitter", "expires_after"),
+        *("last_at", "stored_count", "late_count", "skipped_count"),
+        *("catch_up", "overlap", "jitter", "expires_after"),
         *("starts_at", "ends_at", "source", "overridden", "changed_by", "updated_at"),
     )
 

@@ -45,7 +45,7 @@ def set_limit(
     :raises ValueError: nothing has this name, or a value means nothing.
     """
     refuse_unknown(options, OPTIONS, "set_limit")
-    values = {option: _checked(name, option, value) for option, value in options.items()}
+    values = {option: check_value(name, option, value) for option, value in options.items()}
     runtime = current_runtime()
     rows = LimitControl.objects.using(runtime.database)
     # What was asked of a job that is gone since can be taken back.
@@ -168,7 +168,11 @@ def _same(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _checked(name: str, option: str, value: Any) -> Any:
+def check_value(name: str, option: str, value: Any) -> Any:
+    """Return what is asked of a limit as its row has it.
+
+    :raises ValueError: it means nothing.
+    """
     if value is None:
         return "" if option == "rate" else None
     try:

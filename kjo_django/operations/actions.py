@@ -455,7 +455,6 @@ _of_limit = functools.partial(
     permission="change_limitcontrol",
     result="changed",
     done=ngettext_lazy("%d limit was changed.", "%d limits were changed."),
-    surfaces=Surface.DASHBOARD | Surface.REST,
 )
 _of_schedule = functools.partial(
     Action,
@@ -902,6 +901,8 @@ TABLE: tuple[Action, ...] = (
         about="Change a limit of a queue or a job; workers obey within two seconds.",
         operation=_each_queue(control.set_limit),
         log="Limit: {inputs}.",
+        # The admin has a page on which it is edited.
+        surfaces=Surface.DASHBOARD | Surface.REST,
         inputs=(
             Input(
                 name="rate",

@@ -12,7 +12,15 @@ from django.utils import timezone
 
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.admin.dashboard.page import button_actions, screen_of
-from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker, Workflow
+from kjo_django.models import (
+    DeadLetter,
+    Job,
+    LimitControl,
+    QueueControl,
+    Schedule,
+    Worker,
+    Workflow,
+)
 from kjo_django.operations.actions import ACTIONS, TABLE, VIEW_PERMISSIONS, Subject, Surface
 from kjo_django.operations.internal import UserActor
 from tests.dashboard.conftest import texts, url
@@ -27,6 +35,7 @@ MODELS = {
     Subject.WORKERS: Worker,
     Subject.SCHEDULES: Schedule,
     Subject.WORKFLOWS: Workflow,
+    Subject.LIMITS: LimitControl,
 }
 EXPIRY = ACTIONS["change_expiry"]
 HOUR = timedelta(hours=1)
@@ -40,6 +49,8 @@ def on(surface):
 def row_of(subject):
     if subject == Subject.QUEUES:
         return QueueControl.objects.create(queue="emails")
+    if subject == Subject.LIMITS:
+        return LimitControl.objects.create(name="queue:emails", rate="5/s")
     if subject == Subject.SCHEDULES:
         return Schedule.objects.create(name="nightly", job="ledger.write", every=60)
     factories = {

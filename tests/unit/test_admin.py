@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from datetime import timedelta
@@ -16,14 +17,14 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from kjo_django import registry
+from kjo_django import job, registry
 from kjo_django.admin import display, filters
 from kjo_django.admin import jobs as jobs_admin
 from kjo_django.engine.handler.running import dump_progress
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, Job, QueueControl
+from kjo_django.models import DeadLetter, Job, LimitControl, QueueControl
 from kjo_django.runtime import get_coordination
 from tests.factories import (
     DeadLetterFactory,
@@ -69,7 +70,7 @@ def list_url(model):
 
 
 def page_url(obj):
-    return reverse(f"admin:kjo_django_{obj._meta.model_name}_change", args=(obj.pk,))
+    return reverse(f"admin:kjo_django_{obj._meta.model_name}_change", args=(quote(obj.pk),))
 
 
 def button_url(obj, name):
@@ -98,6 +99,7 @@ def test_every_page_renders_without_inline_scripts_or_styles(admin_client):
         ProcessedEventFactory(event_data={"a": 1}),
         WorkerFactory(),
         QueueControlFactory(),
+        LimitControl.objects.create(name="queue:emails", rate="5/s"),
     ]
     for row in rows:
         for url in (list_url(row._meta.model_name), page_url(row)):
@@ -631,6 +633,68 @@ def test_a_queue_nobody_has_touched_is_paused_and_limited_on_its_page(staff):
     assert QueueControl.objects.get(queue="default").concurrency == 3
     # And one that nobody knows is none
     assert client.get(page_url(QueueControl(queue="nobody's"))).status_code == 302
+
+
+def test_limits_are_listed_changed_and_given_back(staff, forgotten_definitions):
+    # Given a limit that the code declares
+    job(name="tests.import_ca", queue="emails", rate="5/s", concurrency=3)(lambda: None)
+    client = staff("view_limitcontrol", "change_limitcontrol")
+    limit = LimitControl(name="job:tests.import_ca")
+    page = client.get(list_url("limitcontrol")).content.decode()
+    assert "5/s, 3 at once" in page
+    assert client.get(page_url(limit)).status_code == 200
+    assert not LimitControl.objects.exists()
+    # When it is changed
+    assert client.post(page_url(limit), {"rate": "2/m", "concurrency": "1"}).status_code == 302
+    # Then
+    row = LimitControl.objects.get()
+    assert (row.rate, row.burst, row.concurrency, row.changed_by) == ("2/m", None, 1, "staff-2")
+    page = client.get(page_url(limit)).content.decode()
+    assert "2/m, 1 at once" in page
+    assert LogEntry.objects.count() == 1
+    # And the button leads back to its page
+    answer = client.post(button_url(row, "clear"))
+    assert client.get(answer.url).status_code == 200
+    assert not LimitControl.objects.exists()
+
+
+def test_a_limit_is_added_for_what_has_none(staff):
+    client = staff("view_limitcontrol", "change_limitcontrol")
+    add = reverse("admin:kjo_django_limitcontrol_add")
+    client.post(add, {"name": "queue:emails", "rate": "1/s", "burst": "4"})
+    row = LimitControl.objects.get()
+    assert (row.name, row.rate, row.burst, row.concurrency) == ("queue:emails", "1/s", 4, None)
+    assert [row.name for row in client.get(list_url("limitcontrol")).context["cl"].result_list] == [
+        "queue:emails"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("queue:emails", {"rate": "fast"}, "rate must be"),
+        ("queue:emails", {"concurrency": "2"}, "concurrency must be of a job"),
+        ("queue:emails", {"burst": "0"}, "burst must be"),
+        ("queue:nosuch", {"rate": "1/s"}, "No queue is named"),
+        ("x", {"rate": "1/s"}, "A limit is named queue:… or job:…"),
+    ],
+)
+def test_a_limit_that_means_nothing_is_refused_beside_its_field(staff, name, given, says):
+    client = staff("view_limitcontrol", "change_limitcontrol")
+    add = reverse("admin:kjo_django_limitcontrol_add")
+    assert says in html.unescape(client.post(add, {"name": name, **given}).content.decode())
+    assert not LimitControl.objects.exists()
+    if name == "queue:emails":
+        page = client.post(page_url(LimitControl(name=name)), given).content.decode()
+        assert says in html.unescape(page)
+
+
+def test_limits_are_changed_by_those_with_the_permission(staff):
+    client = staff("view_limitcontrol")
+    limit = LimitControl(name="queue:emails")
+    assert client.post(page_url(limit), {"rate": "1/s"}).status_code == 403
+    assert client.get(reverse("admin:kjo_django_limitcontrol_add")).status_code == 403
+    assert not LimitControl.objects.exists()
 
 
 def test_pausing_needs_its_permission(staff):
