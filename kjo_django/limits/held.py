@@ -101,8 +101,12 @@ def released_count(runtime: Runtime, name: str) -> int:
 
 
 def waiting_count(runtime: Runtime, name: str) -> int:
-    """Return how many jobs wait for the limits of a queue or of a handler, whatever their keys."""
-    return rows(runtime).filter(_of(name), is_released=False).count()
+    """Return how many jobs wait for the limits of a queue or of a handler, whatever their keys:
+    those in line, and those that are on their way to a worker."""
+    waiting = Job.objects.using(runtime.database).filter(
+        pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
+    )
+    return rows(runtime).filter(_of(name), Exists(waiting)).count()
 
 
 def call_back(runtime: Runtime, name: str) -> None:

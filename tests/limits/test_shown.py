@@ -16,7 +16,7 @@ from kjo_django.contrib import job_view
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.job_status import limits_awaited
 from kjo_django.limits import held
-from kjo_django.limits.control import set_limit
+from kjo_django.limits.control import overview, set_limit
 from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.operations.jobs import cancel, requeue
 from kjo_django.operations.monitoring import status
@@ -43,6 +43,17 @@ def waiting(limit: str = "RATE:job:tests.limited:secret") -> Job:
     found = JobFactory(handler="tests.limited", queue="emails", available_at=NEVER)
     HeldJob.objects.create(job_id=found.pk, limit=limit, queue="emails")
     return found
+
+
+def test_jobs_wait_for_a_limit_until_they_start_or_end() -> None:
+    # Given one in line, one on its way to a worker, and those that are cancelled or run anew
+    waiting()
+    HeldJob.objects.filter(job_id=waiting("SLOT:job:tests.limited").pk).update(is_released=True)
+    assert cancel([waiting()]).changed_count == 1
+    HeldJob.objects.filter(job_id=waiting().pk).update(generation=7)
+    # When, then
+    (found,) = [row for row in overview() if row["name"] == "job:tests.limited"]
+    assert found["waiting_count"] == 2
 
 
 def test_the_limit_is_named_with_its_value_and_without_its_key() -> None:
