@@ -462,8 +462,7 @@ class QueueConf:
         """Return the priority of jobs with a key: that of the level, so that all jobs of the key
         and level have one. A queue with one level distinguishes all four here."""
         levels = self.levels if len(self.levels) > 1 else LEVELS
-        level = min(max(level_of(priority), min(levels)), max(levels))
-        return priority_of(level)
+        return priority_of(min(max(level_of(priority), min(levels)), max(levels)))
 
     def level_in(self, topic: str) -> int:
         """Return the level that has a topic; 0 where none has it."""

@@ -215,9 +215,7 @@ class Job(models.Model):
             ),
             # The steps of a workflow; jobs of none are not in it.
             models.Index(
-                fields=("stage", "id"),
-                name="kjo_job_stage_idx",
-                condition=Q(stage__isnull=False),
+                fields=("stage", "id"), name="kjo_job_stage_idx", condition=Q(stage__isnull=False)
             ),
         )
 
@@ -827,9 +825,7 @@ class Schedule(models.Model):
         _("overlap"), max_length=5, choices=Overlap.choices, default=Overlap.ALLOW
     )
     jitter = models.PositiveIntegerField(
-        _("jitter"),
-        default=0,
-        help_text=_("A job begins up to so many seconds after its tick."),
+        _("jitter"), default=0, help_text=_("A job begins up to so many seconds after its tick.")
     )
     expires_after = models.PositiveIntegerField(
         _("expires after"),
@@ -865,6 +861,9 @@ class Schedule(models.Model):
     skipped_count = models.PositiveBigIntegerField(
         _("skipped"), default=0, help_text=_("Ticks without a job: caught up with, or overlapping.")
     )
+    stored_count = models.PositiveBigIntegerField(_("ticks with a job"), default=0, db_default=0)
+    late_count = models.PositiveBigIntegerField(_("late ticks"), default=0, db_default=0)
+    """Ticks whose job was stored more than a second after them."""
     problem = models.CharField(
         _("problem"),
         max_length=500,

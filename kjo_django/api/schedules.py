@@ -39,7 +39,7 @@ TAG = "schedules"
 COLUMNS = (
     *("name", "job", "cron", "every", "at", "timezone", "queue", "catch_up", "overlap", "jitter"),
     *("expires_after", "starts_at", "ends_at", "source", "is_enabled", "is_paused", "last_at"),
-    *("skipped_count", "changed_by"),
+    *("stored_count", "late_count", "skipped_count", "changed_by"),
 )
 SHOWN_RUNS = 20
 

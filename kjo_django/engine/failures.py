@@ -643,20 +643,11 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
         }
     )
     kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}
-    headers = {
-        **record.headers,
-        **_unique_id(attempt),
-        **origin_headers(record),
-        **added,
-        **kept,
-    }
+    headers = {**record.headers, **_unique_id(attempt), **origin_headers(record), **added, **kept}
     if not runtime.settings.dead_letter_exception_headers:
         # Nor those of an earlier death, which travel with the message.
         for name in (names.DLQ_EXCEPTION_MESSAGE, names.DLQ_EXCEPTION_STACKTRACE):
             headers.pop(name, None)
     return OutgoingRecord(
-        topic=delivery.queue.dead_letter_topic,
-        key=record.key,
-        value=record.value,
-        headers=headers,
+        topic=delivery.queue.dead_letter_topic, key=record.key, value=record.value, headers=headers
     )

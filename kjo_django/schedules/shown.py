@@ -153,7 +153,7 @@ def described(row: Schedule, last_job: Job | None, now: datetime) -> dict[str, A
         "next_at": row.next_at if row.is_enabled and not row.is_paused else None,
         "last_at": row.last_at,
         "late_seconds": max(0.0, late_by),
-        "skipped_count": row.skipped_count,
+        **{name: getattr(row, name) for name in ("stored_count", "late_count", "skipped_count")},
         "problem": problem_of(row),
         "last_job_id": None if last_job is None else str(last_job.pk),
         "last_status": None if last_job is None else str(last_job.status),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 from django.db.models import QuerySet
 
 from kjo_django import registry
@@ -34,6 +34,8 @@ LOOK_EVERY = 1.0
 """Most seconds between two looks: others may add schedules."""
 LEAST_PAUSE = 0.05
 """Least seconds between two looks: others may have locked what is due."""
+QUICK_RETRIES = 4
+"""Looks in a row that may fail and are repeated soon."""
 BATCH = 250
 """Schedules of one transaction."""
 LATE_AFTER = timedelta(seconds=60)
@@ -49,7 +51,10 @@ SET_BACK = timedelta(hours=3)
 """A clock that is further behind the last tick was wrong then, or is wrong now. Debian's cron has
 the same limit."""
 MAX_PROBLEM = 500
-_CHANGED = ["next_at", "last_at", "last_job_id", "skipped_count", "problem"]
+ON_TIME = timedelta(seconds=1)
+"""A tick whose job is stored later than this is counted as late."""
+_COUNTS = ["stored_count", "late_count", "skipped_count"]
+_CHANGED = ["next_at", "last_at", "last_job_id", *_COUNTS, "problem"]
 
 
 class Ticker:
@@ -64,11 +69,30 @@ class Ticker:
         self._synchronize_at = self._clock.monotonic() if synchronizes else float("inf")
         self._blocked: dict[UUID, float] = {}
         """The schedules to leave alone, and until when."""
+        self._failure_count = 0
+        """Looks in a row that have failed."""
         self.stored_count = 0
         """Jobs stored so far."""
 
     def step(self) -> float:
-        """Store what is due, for one batch of schedules; return the seconds until the next look."""
+        """Store what is due, for one batch of schedules; return the seconds until the next look.
+
+        :raises DatabaseError: a few looks in a row have failed. After the first ones it looks
+            again soon: a locked row or a lost connection is to make no tick a second late.
+        """
+        try:
+            pause = self._look()
+        except (DatabaseError, InterfaceError, StorageError) as error:
+            self._failure_count += 1
+            if self._failure_count > QUICK_RETRIES:
+                raise
+            logger.info("Schedules are looked at again soon: %s", error)
+            connections[self._runtime.database].close_if_unusable_or_obsolete()
+            return LEAST_PAUSE * self._failure_count
+        self._failure_count = 0
+        return pause
+
+    def _look(self) -> float:
         if self._clock.monotonic() >= self._synchronize_at:
             self._synchronize()
         next_at = self._next()
@@ -193,7 +217,9 @@ class Ticker:
 def _note_answers(row: Schedule, answers: Sequence[JobHandle]) -> None:
     for answer in answers:
         row.last_job_id = answer.job_id
-        if not answer.is_new:
+        if answer.is_new:
+            row.stored_count += 1
+        else:
             row.skipped_count += 1
             logger.warning(
                 "The schedule %r was set back: a tick has the job %s", row.name, answer.job_id
@@ -222,6 +248,7 @@ def due_jobs(row: Schedule, now: datetime, *, is_busy: bool) -> list[Job]:
         row.skipped_count += len(ticks) - len(chosen)
         why = "its last job is open" if is_busy else "they were missed"
         logger.info("The schedule %r has %d ticks skipped: %s", row.name, row.skipped_count, why)
+    row.late_count += sum(now - tick > ON_TIME for tick in chosen)
     row.next_at, row.problem = next_at, ""
     row.last_at = ticks[-1] if ticks else row.last_at
     return jobs

@@ -6,10 +6,12 @@ import logging
 from datetime import timedelta
 
 import pytest
+from django.db import OperationalError
 
 from kjo_django import registry
 from kjo_django.models import Job, Schedule
 from kjo_django.schedules.shown import history, late
+from kjo_django.schedules.ticker import LEAST_PAUSE, QUICK_RETRIES, Ticker
 from kjo_django.states import JobState
 from kjo_django.testing import drain
 from tests.schedules.conftest import minutes, now, scheduled, step, ticks_of
@@ -53,6 +55,47 @@ def test_the_next_look_is_at_the_next_tick_and_within_a_second(clock):
     clock.advance(0.4)
     assert ticker.step() == 1.0
     assert len(ticks_of()) == 1
+
+
+def test_ticks_are_counted_and_so_are_late_and_skipped_ones(clock):
+    scheduled(catch_up="all")
+    scheduled("missed", catch_up="none")
+    ticker = step()
+    # One tick in time, one two seconds late, and three of which two are more than a minute late
+    for seconds in (60.4, 61.6, 180):
+        clock.advance(seconds)
+        step(ticker)
+    counts = Schedule.objects.order_by("name").values_list(
+        "name", "stored_count", "late_count", "skipped_count"
+    )
+    assert list(counts) == [("missed", 3, 2, 2), ("nightly", 5, 4, 0)]
+
+
+def test_a_look_that_fails_is_repeated_at_once_and_a_database_that_is_away_is_told(
+    clock, monkeypatch
+):
+    # Given a database that fails
+    scheduled()
+    ticker = step()
+    clock.advance(60)
+    storing = Ticker._store_due
+
+    def fail(ticker):
+        raise OperationalError("database is locked")
+
+    monkeypatch.setattr(Ticker, "_store_due", fail)
+    # When, then
+    pauses = [ticker.step() for _ in range(QUICK_RETRIES)]
+    assert sum(pauses) <= 0.5
+    with pytest.raises(OperationalError):
+        ticker.step()
+    # And once it answers again, the tick is stored and failures count from the beginning
+    monkeypatch.setattr(Ticker, "_store_due", storing)
+    ticker.step()
+    assert len(ticks_of()) == 1
+    monkeypatch.setattr(Ticker, "_store_due", fail)
+    clock.advance(60)
+    assert ticker.step() == LEAST_PAUSE
 
 
 def test_two_workers_store_a_tick_once(clock):

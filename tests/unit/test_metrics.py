@@ -241,8 +241,8 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
 def test_schedules_are_counted_by_state_and_the_latest_is_told():
     now = timezone.now().replace(minute=30, second=0, microsecond=0)
     for name, columns in {
-        "late": {"next_at": now - timedelta(seconds=90), "skipped_count": 2, "last_at": now},
-        "broken": {"next_at": now, "problem": "no such job", "skipped_count": 1},
+        "late": {"next_at": now - timedelta(seconds=90), "last_at": now},
+        "broken": {"next_at": now, "problem": "no such job"},
         "paused": {"next_at": now - timedelta(days=1), "is_paused": True},
         "removed": {"is_enabled": False},
     }.items():
@@ -251,8 +251,21 @@ def test_schedules_are_counted_by_state_and_the_latest_is_told():
     states = dict.fromkeys(("active", "broken", "paused", "disabled"), 1)
     assert {state: value(found, "kjo_schedules", state=state) for state in states} == states
     assert value(found, "kjo_schedule_late_seconds") == 90
-    assert value(found, "kjo_schedule_skipped", "_total") == 3
     assert value(found, "kjo_schedule_last_tick_timestamp_seconds") == now.timestamp()
+
+
+def test_ticks_are_counted_by_schedule_and_those_of_very_many_together(monkeypatch):
+    counted = {"stored_count": 5, "late_count": 2, "skipped_count": 3}
+    for name in "abcd":
+        Schedule.objects.create(name=name, job="x", every=60, **counted)
+    kinds = {"kjo_schedule_ticks": 5, "kjo_schedule_ticks_late": 2, "kjo_schedule_ticks_skipped": 3}
+    for kind, count in kinds.items():
+        assert value(scrape(), kind, "_total", schedule="d") == count
+    monkeypatch.setattr(exposition, "MOST_NAMES", 2)
+    found = scrape()
+    for kind, count in kinds.items():
+        assert value(found, kind, "_total", schedule="b") == count
+        assert value(found, kind, "_total", schedule="") == 2 * count
 
 
 def test_open_workflows_are_counted_by_name_and_state():
@@ -270,6 +283,7 @@ def test_open_workflows_are_counted_by_name_and_state():
 
 def test_jobs_that_wait_for_a_limit_are_counted():
     now = timezone.now().replace(minute=30, second=0, microsecond=0)
+    # Those on their way to a worker too
     for seconds, is_released in ((90, False), (10, False), (99, True)):
         since = now - timedelta(seconds=seconds)
         HeldJob.objects.create(
@@ -280,8 +294,8 @@ def test_jobs_that_wait_for_a_limit_are_counted():
             waiting_since=since,
         )
     found = scrape()
-    assert value(found, "kjo_jobs_held", queue="emails") == 2
-    assert value(found, "kjo_jobs_held_oldest_seconds", queue="emails") == 90
+    assert value(found, "kjo_jobs_held", queue="emails") == 3
+    assert value(found, "kjo_jobs_held_oldest_seconds", queue="emails") == 99
 
 
 def test_due_jobs_are_counted_and_delayed_ones_are_not():

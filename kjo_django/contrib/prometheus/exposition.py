@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.db.models import Count, Max, Min, Q, Sum
+from django.db.models import Count, Max, Min, Q, QuerySet, Sum
 from django.utils import timezone
 
 from kjo_django import registry
@@ -38,7 +38,7 @@ logger = logging.getLogger("kjo_django")
 PRODUCTION_WINDOW = timedelta(seconds=60)
 """Seconds over which the production rate is measured."""
 MOST_NAMES = 200
-"""Most names of workflows that are labels, with their states."""
+"""Most names of workflows, with their states, and most names of schedules that are labels."""
 PRODUCTION_ROWS = 10_000
 """Most jobs that are measured for the rate. With more, the time they took is shorter than the
 window.
@@ -258,7 +258,6 @@ def _schedules(now: datetime) -> Iterable[Family]:
         disabled=Count("pk", filter=Q(is_enabled=False)),
         due_at=Min("next_at", filter=active),
         last_at=Max("last_at"),
-        skipped=Sum("skipped_count"),
     )
     count = Family("kjo_schedules", "gauge", "Schedules by state.")
     for state in ("active", "paused", "broken", "disabled"):
@@ -271,14 +270,37 @@ def _schedules(now: datetime) -> Iterable[Family]:
         "kjo_schedule_last_tick_timestamp_seconds", "gauge", "When the latest tick was stored."
     )
     last.add(found["last_at"].timestamp() if found["last_at"] else 0.0)
-    skipped = Family("kjo_schedule_skipped_total", "counter", "Ticks that got no job.")
-    skipped.add(found["skipped"] or 0)
-    return count, late, last, skipped
+    return count, late, last, *_ticks(rows)
+
+
+_TICKS = {
+    "stored_count": ("kjo_schedule_ticks_total", "Ticks that have a job"),
+    "late_count": (
+        "kjo_schedule_ticks_late_total",
+        "Ticks whose job was stored more than a second after them",
+    ),
+    "skipped_count": ("kjo_schedule_ticks_skipped_total", "Ticks that got no job"),
+}
+
+
+def _ticks(rows: QuerySet[Schedule]) -> Iterable[Family]:
+    """Yield the counters of ticks by schedule. Of very many schedules, the last by name are counted
+    together, under the name ""."""
+    listed = list(rows.order_by("name").values("name", *_TICKS)[:MOST_NAMES])
+    if len(listed) == MOST_NAMES:
+        others = rows.filter(name__gt=listed[-1]["name"])
+        sums = others.aggregate(**{column: Sum(column, default=0) for column in _TICKS})
+        listed.append({"name": "", **sums})
+    for column, (name, meaning) in _TICKS.items():
+        family = Family(name, "counter", f"{meaning}, by schedule.")
+        for row in listed:
+            family.add(row[column], schedule=row["name"])
+        yield family
 
 
 def _held(now: datetime, names: Sequence[str]) -> Iterable[Family]:
     """Yield the jobs that wait for a rate or a slot."""
-    rows = HeldJob.objects.using(jobs_database()).filter(is_released=False).order_by("pk")
+    rows = HeldJob.objects.using(jobs_database()).order_by("pk")
     groups, _ = grouped_counts(rows, ("queue",), oldest="waiting_since")
     count = Family("kjo_jobs_held", "gauge", f"Jobs that wait for a limit, at most {COUNT_LIMIT}.")
     since = Family("kjo_jobs_held_oldest_seconds", "gauge", "For how long the first has waited.")
