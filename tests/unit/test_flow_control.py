@@ -27,7 +27,7 @@ PROMISED = 1.0
 """Seconds until a job of an idle queue begins, whatever others do."""
 SOON = 3.0
 """Seconds; the promised one, and this machine may be slow."""
-BACKLOG = 2_000
+BACKLOG = 5_000
 
 
 @pytest.fixture(
