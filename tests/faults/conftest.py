@@ -47,6 +47,8 @@ def world(request: Any, settings: Any, monkeypatch: Any) -> Iterator[World]:
         sessions.install(monkeypatch)
         empty = _delete_all
     stands = getattr(request.module, "TIME_STANDS", False)
+    if "scenario" in request.fixturenames:
+        stands = request.getfixturevalue("scenario").stands
     with built(monkeypatch, empty, stands=stands) as made:
         yield made
 

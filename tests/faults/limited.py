@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from django.utils import timezone
 
 from kjo_django import job
 from kjo_django.models import Job
@@ -13,8 +17,9 @@ from tests.faults.scenarios import Kinds, scenario
 from tests.faults.world import World
 from tests.ledger.models import Entry
 
-SECONDS = 8
-"""In which a process that nothing befalls runs all jobs of a scenario."""
+SOON = 5.0
+"""Seconds for which nothing is done but to wait for the next job with a limit."""
+MOST_STARTS = 40
 
 
 def declare(kinds: Kinds, **options: Any) -> Any:
@@ -28,38 +33,52 @@ def declare(kinds: Kinds, **options: Any) -> Any:
     return job(name="faults.limited", queue="faults", **options)(write)
 
 
-def recover_in_small_steps(world: World) -> None:
-    """Let the workers have time pass as it does: a permit is void if none looks at its moment."""
-    for _ in range(60):
-        for process in world.processes:
-            process.turn()
-        world.clock.advance(0.04)
-    world.clock.advances = 0
+def next_start(world: World, jobs: Any) -> float:
+    """Return in how many seconds one of the jobs that are on their way may start: a permit is void
+    if nobody looks at its moment. 0: none is, soon."""
+    now = timezone.now()
+    dues = jobs.filter(available_at__gt=now).values_list("available_at", flat=True)
+    seconds = [(due - now).total_seconds() for due in dues]
+    for process in world.processes:
+        until = [moment for moment, *_ in process.worker.scheduler._delayed]
+        seconds += [moment - time.monotonic() for moment in until]
+    return min((each for each in seconds if 0.0 < each < SOON), default=0.0)
 
 
-def work_for(world: World, process: Process) -> None:
-    for _ in range(2 * SECONDS):
-        process.work()
-        world.clock.advance(0.5)
+def start_all(world: World, work: Callable[[], object]) -> None:
+    """Work, and have time pass until the next job may start, until none may soon."""
+    for _ in range(MOST_STARTS):
+        work()
+        seconds = next_start(world, Job.objects.open())
+        if not seconds:
+            break
+        world.clock.advance(seconds)
+        world.clock.advances = 0
+
+
+def turn_all(world: World) -> None:
+    """Give each process its turn."""
+    for process in world.processes:
+        process.turn()
 
 
 def _act(world: World, process: Process, *, cancels: bool = False, **options: Any) -> None:
     limited = declare(world.kinds, **options)
-    world.recovering = partial(recover_in_small_steps, world)
+    world.recovering = partial(start_all, world, partial(turn_all, world))
     is_outside = not options.get("atomic", True)
-    for number, ending in enumerate(["completed", "retried", "completed", "completed"]):
+    for number, ending in enumerate(["retried", "completed", "completed"]):
         name = f"f{number}"
         put = partial(limited.enqueue, job=name, ending=ending)
         world.enqueue(process, name, put, many=is_outside)
     process.work()
     if cancels:
         process.ask(lambda: operations.cancel(Job.objects.open().order_by("id")[2:3]))
-    work_for(world, process)
+    start_all(world, process.work)
 
 
-scenario("rate")(partial(_act, rate="1/s"))
-scenario("rate-outside")(partial(_act, rate="1/s", atomic=False))
-scenario("rate-cancelled")(partial(_act, rate="1/s", cancels=True))
-scenario("slots")(partial(_act, concurrency=1))
-scenario("slots-outside")(partial(_act, concurrency=1, atomic=False))
-scenario("rate-and-slots")(partial(_act, rate="2/s", concurrency=1))
+scenario("rate", stands=True)(partial(_act, rate="1/s"))
+scenario("rate-outside", stands=True)(partial(_act, rate="1/s", atomic=False))
+scenario("rate-cancelled", stands=True)(partial(_act, rate="1/s", cancels=True))
+scenario("slots", stands=True)(partial(_act, concurrency=1))
+scenario("slots-outside", stands=True)(partial(_act, concurrency=1, atomic=False))
+scenario("rate-and-slots", stands=True)(partial(_act, rate="2/s", concurrency=1))

@@ -32,20 +32,25 @@ class Scenario:
     """:param act: what the first process does, and its worker; ends when that is idle.
     :param queues: what workers consume.
     :param ticks: whether workers store the jobs of schedules.
+    :param stands: whether time passes only when the world says so: a permit must not run out
+        because a machine is busy.
     """
 
     name: str
     act: Callable[[World, Process], None]
     queues: tuple[str, ...] = (QUEUE,)
     ticks: bool = False
+    stands: bool = False
 
 
 SCENARIOS: list[Scenario] = []
 
 
-def scenario(name: str, *queues: str, ticks: bool = False) -> Callable[[Any], Any]:
+def scenario(
+    name: str, *queues: str, ticks: bool = False, stands: bool = False
+) -> Callable[[Any], Any]:
     def declare(act: Any) -> Any:
-        SCENARIOS.append(Scenario(name, act, queues or (QUEUE,), ticks))
+        SCENARIOS.append(Scenario(name, act, queues or (QUEUE,), ticks, stands))
         return act
 
     return declare
