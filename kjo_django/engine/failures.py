@@ -215,28 +215,28 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
                 logger.error(why, answer.error, extra=_facts(attempt))
 
 
-def record_lost_attempts(runtime: Runtime, delivery: Delivery) -> None:
+def record_lost_attempts(runtime: Runtime, orphans: Sequence[Delivery]) -> None:
     """Write a failure for each attempt that was begun and has no outcome: its worker died."""
-    row = load_rows(runtime, [delivery])[1].get(delivery)
-    if row is None or row.state not in states.OPEN:
-        return
-    limit = limit_of(runtime, delivery.queue.name, row.max_attempts, row.attempts)
-    # That of the last attempt is written with the dead letter.
-    lost = range(row.attempts + 1, min(row.attempts + delivery.deliveries, limit))
+    why = "Its worker died or froze during this attempt, or could not record its outcome"
+    lost: dict[tuple[UUID, int, int], JobFailure] = {}
+    for delivery, row in load_rows(runtime, orphans)[1].items():
+        if row.state not in states.OPEN:
+            continue
+        limit = limit_of(runtime, delivery.queue.name, row.max_attempts, row.attempts)
+        # That of the last attempt is written with the dead letter.
+        for attempt in range(row.attempts + 1, min(row.attempts + delivery.deliveries, limit)):
+            lost[row.id, row.generation, attempt] = JobFailure(
+                job_id=row.id,
+                generation=row.generation,
+                attempt=attempt,
+                error_type=import_path(StalledError),
+                error=why,
+            )
     failures = JobFailure.objects.using(runtime.database)
-    written = failures.filter(job_id=row.id, generation=row.generation, attempt__in=lost)
-    known = set(written.values_list("attempt", flat=True))
-    failures.bulk_create(
-        JobFailure(
-            job_id=row.id,
-            generation=row.generation,
-            attempt=attempt,
-            error_type=import_path(StalledError),
-            error="Its worker died or froze during this attempt, or could not record its outcome",
-        )
-        for attempt in lost
-        if attempt not in known
-    )
+    known = failures.filter(job_id__in={id for id, _, _ in lost})
+    for key in known.values_list("job_id", "generation", "attempt"):
+        lost.pop(key, None)
+    failures.bulk_create(lost.values())
 
 
 def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) -> None:

@@ -185,15 +185,14 @@ class Pipeline:
         if left[0].mode is Mode.POISON:
             refused = [admission.refuse(self._runtime, delivery) for delivery in left]
             return deferred + self._settle(refused)
-        is_orphan = len(left) == 1 and (left[0].is_orphan or not self._is_workers)
+        is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do
         claims = self._leases.claim([d.lease for d in left], left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
                 delivery.deliveries = 1
             waiting = self._run_claimed(left, running)
-        elif is_orphan:
-            left[0].deliveries = max(1, claims[0].deliveries)
+        elif is_orphan and claims[0] == Claim(True, left[0].deliveries):
             waiting = self._run_orphan(left[0])
         else:
             waiting = self._run_sorted(left, claims, held_back, running)
@@ -249,10 +248,9 @@ class Pipeline:
         """Run what is ours; returns the deferred: what others hold; orphans, which were being run
         when a worker died and run in groups of their own; and what comes after these with its key.
         """
-        names = [delivery.lease for delivery in deliveries]
-        abandoned = self._leases.abandoned(
-            {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
-        )
+        each = zip(deliveries, claims, strict=True)
+        refused = [delivery.lease for delivery, claim in each if not claim.acquired]
+        abandoned = self._leases.release_abandoned(refused)
         mine: list[Delivery] = []
         orphans: list[Delivery] = []
         deferred: list[Delivery] = []
@@ -269,14 +267,28 @@ class Pipeline:
                 why = "Already processing %s, it waits here"
                 logger.debug(why, delivery.lease, extra=facts_of(delivery))
                 deferred += held_back.defer([delivery])
-        # Claimed and not begun. What dead workers began stays counted.
-        again = [delivery.lease for delivery in orphans if delivery.deliveries > 1]
-        self._leases.release(again, undo_claim=True)
+        if orphans:
+            # Claimed and not begun. What dead workers began stays counted.
+            claimed = [each.lease for each in orphans if each.lease not in abandoned]
+            self._leases.release(claimed, undo_claim=True)
+            for delivery in orphans:
+                delivery.is_orphan = True
+                # As many as there are once it is claimed for its own run.
+                delivery.deliveries += delivery.lease in abandoned
+            self._record_lost_attempts(orphans)
         if mine:
             deferred += held_back.defer(self._run_claimed(mine, running))
-        for delivery in orphans:
-            delivery.is_orphan = True
+        if orphans and not self._is_workers:
+            return self.run_once(orphans)  # nothing runs beside it
         return deferred
+
+    def _record_lost_attempts(self, orphans: Sequence[Delivery]) -> None:
+        try:
+            failures.record_lost_attempts(self._runtime, orphans)
+        except DatabaseError as error:
+            # They count all the same, and that is what matters.
+            logger.warning("Lost attempts of %d jobs are not noted: %s", len(orphans), error)
+            drop_broken_connections()
 
     def _run_orphan(self, delivery: Delivery) -> list[Delivery]:
         """Run what was being run when a worker died; returns it if it is deferred.
@@ -284,19 +296,8 @@ class Pipeline:
         It may have killed that worker. It takes no other orphan with it, so each death costs an
         innocent one an attempt only the first time they meet.
         """
-        left, ttl = [delivery], delivery.queue.processing_ttl
-        (claim,) = self._leases.claim([delivery.lease], ttl, takes_over=True)
-        delivery.deliveries = max(1, claim.deliveries)
-        if claim.acquired:
-            if delivery.deliveries > 1:
-                try:
-                    failures.record_lost_attempts(self._runtime, delivery)
-                except DatabaseError as error:
-                    # They count all the same, and that is what matters.
-                    logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
-                    drop_broken_connections()
-            left = self._run_claimed([delivery], None)
-        if left and delivery.deliveries > 1:
+        left = self._run_claimed([delivery], None)
+        if left:
             # Claimed and not begun. What dead workers began stays counted.
             self._leases.release([delivery.lease], undo_claim=True)
         return left

@@ -78,23 +78,16 @@ class LeaseBook:
             self._warn_at = now + WARNING_INTERVAL
             logger.warning("%s: %s", consequence, error)
 
-    def claim(
-        self, names: list[str], ttl: timedelta | None = None, *, takes_over: bool = False
-    ) -> list[Claim]:
-        """Claim all names that are free; see ``abandoned`` for the rest.
+    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
+        """Claim all names that are free; see ``release_abandoned`` for the rest.
 
         :param ttl: of these leases, where their queue has its own.
-        :param takes_over: claim abandoned names, too. That counts as a delivery, so do it when
-            their run begins: what waits beside a job that kills the worker must not be counted with
-            it.
         """
         ttl = ttl or self.ttl
         if self._breaker.is_open():
             return [FIRST_CLAIM] * len(names)
         began, acquired = self._clock.monotonic(), names
         try:
-            if takes_over:
-                self._release_abandoned(names)
             claims = self._coordination.claim(names, self.token, ttl)
         except CoordinationError as error:
             self._breaker.record_failure(began)
@@ -181,39 +174,23 @@ class LeaseBook:
             freed, self.freed = self.freed, Counter()
             return freed
 
-    def release_abandoned(self, names: Sequence[str]) -> None:
-        """Release what dead workers hold of these names, unless coordination is away."""
-        try:
-            self._release_abandoned(names)
-        except CoordinationError as error:
-            self._warn("Leases of dead workers expire by themselves", error)
-
     # --- Leases of dead workers -------------------------------------------------------------------
 
-    def _release_abandoned(self, names: Sequence[str]) -> None:
-        """Release what dead workers hold of these names; the deliveries they began stay counted."""
-        owners = self._coordination.holders(names)
-        theirs = {name for name, owner in owners.items() if owner != self.token}
-        left_by: dict[str, list[str]] = {}
-        for name in self.abandoned(theirs):
-            left_by.setdefault(owners[name], []).append(name)
-        for owner, left in left_by.items():
-            self._coordination.release(left, owner, count_delivery=True)
-
-    def abandoned(self, names: Collection[str]) -> set[str]:
-        """Return those of the refused names whose owner shows no sign of life, or let go since."""
+    def release_abandoned(self, names: Sequence[str]) -> set[str]:
+        """Release what workers hold of these names that show no sign of life, and return it; the
+        deliveries they began stay counted."""
+        released: set[str] = set()
         if not names:
-            return set()
+            return released
         try:
-            owners = self._coordination.holders(list(names))
-            dead = self._dead(set(owners.values()) - {self.token})
-        except CoordinationError:
-            return set()
-        return {
-            name
-            for name in names
-            if name not in owners or owners[name] == self.token or owners[name] in dead
-        }
+            owners = self._coordination.holders(names)
+            for dead in self._dead(set(owners.values()) - {self.token}):
+                left = [name for name in names if owners.get(name) == dead]
+                self._coordination.release(left, dead, count_delivery=True)
+                released.update(left)
+        except CoordinationError as error:
+            self._warn("Leases of dead workers expire by themselves", error)
+        return released
 
     def _dead(self, tokens: Collection[str]) -> set[str]:
         """Return those of the workers that show no sign of life.

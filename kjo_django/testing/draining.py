@@ -202,9 +202,7 @@ class _NoLeases(LeaseBook):
     def __init__(self) -> None:
         super().__init__(current_runtime(), uuid.uuid4().hex)
 
-    def claim(
-        self, names: list[str], ttl: timedelta | None = None, *, takes_over: bool = False
-    ) -> list[Claim]:
+    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
         return [Claim(True, 1)] * len(names)
 
     def release(
