@@ -45,38 +45,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "AbstractConsumer": "kjo_django.patterns.items.consumer",
-    "AbstractProducer": "kjo_django.patterns.items.producer",
-    "AbstractStreamConsumer": "kjo_django.patterns.streams",
-    "AbstractStreamProducer": "kjo_django.patterns.streams",
-    "BaseEvent": "kjo_django.patterns.events.event",
-    "BatchItem": "kjo_django.engine.handler.context",
-    "DlqConfig": "kjo_django.patterns.kdlq.config",
-    "EnqueueResult": "kjo_django.patterns.queue",
-    "EventIdempotencyService": "kjo_django.patterns.events.idempotency",
-    "JobContext": "kjo_django.engine.handler.context",
-    "JobDefinition": "kjo_django.enqueue.definition",
-    "JobHandle": "kjo_django.enqueue.handle",
-    "KDLQMessageConsumer": "kjo_django.patterns.kdlq.consumer",
-    "ModelConsumer": "kjo_django.patterns.items.model_items",
-    "ModelProducer": "kjo_django.patterns.items.model_items",
-    "MustBeKilled": "kjo_django.exceptions",
-    "MustBeRedelivered": "kjo_django.exceptions",
-    "PermanentError": "kjo_django.exceptions",
-    "ProcessingStatus": "kjo_django.patterns.kdlq.config",
-    "Queue": "kjo_django.patterns.queue",
-    "Retry": "kjo_django.exceptions",
-    "Workflow": "kjo_django.workflows.definition",
-    "chain": "kjo_django.workflows.definition",
-    "enqueue_on_save": "kjo_django.enqueue.definition",
-    "event_handler": "kjo_django.patterns.events.handlers",
-    "exponential": "kjo_django.retries",
-    "group": "kjo_django.workflows.definition",
-    "job": "kjo_django.enqueue.definition",
-    "kdlq_handler": "kjo_django.patterns.kdlq.handlers",
-    "publish_event": "kjo_django.patterns.events.event",
+_NAMES = {
+    "engine.handler.context": "BatchItem JobContext",
+    "enqueue.definition": "JobDefinition enqueue_on_save job",
+    "enqueue.handle": "JobHandle",
+    "exceptions": "MustBeKilled MustBeRedelivered PermanentError Retry",
+    "patterns.events.event": "BaseEvent publish_event",
+    "patterns.events.handlers": "event_handler",
+    "patterns.events.idempotency": "EventIdempotencyService",
+    "patterns.items.consumer": "AbstractConsumer",
+    "patterns.items.model_items": "ModelConsumer ModelProducer",
+    "patterns.items.producer": "AbstractProducer",
+    "patterns.kdlq.config": "DlqConfig ProcessingStatus",
+    "patterns.kdlq.consumer": "KDLQMessageConsumer",
+    "patterns.kdlq.handlers": "kdlq_handler",
+    "patterns.queue": "EnqueueResult Queue",
+    "patterns.streams": "AbstractStreamConsumer AbstractStreamProducer",
+    "retries": "exponential",
+    "workflows.definition": "Workflow chain group",
 }
+_PUBLIC = {name: f"{__name__}.{path}" for path, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_PUBLIC)
 

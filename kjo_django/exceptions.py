@@ -36,6 +36,7 @@ Configuration mistakes raise Django's own ``ImproperlyConfigured``.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -209,17 +210,26 @@ class PermanentError(KjoError):
     """Raise it in a handler when trying again cannot help: dead letter at once."""
 
 
+Delay = timedelta | float
+"""A timedelta, or a number of seconds."""
+
+
 class Retry(KjoError):
     """Raise it in a handler to ask for another attempt.
 
-    :param delay: time until the next attempt; without it the job's back-off decides.
+    :param delay: time until the next attempt, a timedelta or seconds; without it the job's back-off
+        decides.
     """
 
     delay: timedelta | None = None
 
-    def __init__(self, message: str = "retry requested", *, delay: timedelta | None = None) -> None:
+    def __init__(self, message: str = "retry requested", *, delay: Delay | None = None) -> None:
+        given = delay
+        if isinstance(delay, (int, float)) and not isinstance(delay, bool):
+            with suppress(OverflowError, ValueError):
+                delay = timedelta(seconds=delay)
         if delay is not None and not isinstance(delay, timedelta):
-            raise TypeError(f"Retry: delay must be a timedelta, not {delay!r}")
+            raise TypeError(f"Retry: delay must be a timedelta or number of seconds, not {given!r}")
         super().__init__(message)
         self.delay = delay
 

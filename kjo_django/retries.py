@@ -25,7 +25,7 @@ from kjo_django.exceptions import (
     Retry,
     StalledError,
 )
-from kjo_django.values import number
+from kjo_django.values import number, timedelta_of
 
 logger = logging.getLogger("kjo_django")
 
@@ -116,9 +116,8 @@ def backoff_of(value: Any) -> OwnBackoff:
 
 def _delay(value: Any) -> timedelta:
     """A timedelta or a number of seconds, from 0 to ten years."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError, ValueError):
-            value = timedelta(seconds=value)
+    with suppress(ValueError):
+        value = timedelta_of(value)
     if not isinstance(value, timedelta) or not timedelta(0) <= value <= LONGEST_DELAY:
         most = LONGEST_DELAY.days
         raise ValueError(f"a timedelta or a number of seconds, from 0 to {most:,} days")

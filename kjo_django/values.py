@@ -27,12 +27,18 @@ def duration(value: Any) -> timedelta:
     return min(_positive(value), LONGEST)
 
 
-def _positive(value: Any) -> timedelta:
+def timedelta_of(value: Any) -> Any:
+    """Return a number as a timedelta of so many seconds, anything else unchanged."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
-            value = timedelta(seconds=value)
+            return timedelta(seconds=value)
         except (OverflowError, ValueError):
-            raise ValueError("a duration that fits a timedelta") from None
+            raise ValueError("a timedelta or number of seconds that a calendar can hold") from None
+    return value
+
+
+def _positive(value: Any) -> timedelta:
+    value = timedelta_of(value)
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ValueError("a positive timedelta or number of seconds")
     return value

@@ -343,7 +343,7 @@ OPTIONS = (
 )
 
 
-def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> JobHandle:
+def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> JobHandle[Any]:
     """Store the job in a validated body; everything is checked before anything is written.
 
     :param on_stored: called with a new job inside the transaction that stores it.

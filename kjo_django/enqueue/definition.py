@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from itertools import repeat
-from typing import Any, Literal, Never, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, Protocol, TypedDict, Unpack, overload
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
@@ -18,7 +18,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.enqueue import unique
-from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.handle import JobHandle, P, R, R_co
 from kjo_django.enqueue.storing import (
     check_payload_size,
     milliseconds,
@@ -29,7 +29,7 @@ from kjo_django.enqueue.storing import (
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import inherited
-from kjo_django.messages.serializers import JSON, Serializer, storable_text
+from kjo_django.messages.serializers import Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_types
 from kjo_django.runtime import Runtime, current_runtime
@@ -46,15 +46,22 @@ from kjo_django.values import (
     refuse_unknown,
     text,
     texts,
+    timedelta_of,
     whole,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
+Coro = Coroutine[Any, Any, R]
+"""What a call of a coroutine function returns."""
+Duration = timedelta | float
+"""A time that somebody gives: a timedelta, or a number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnqueueOptions:
-    """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings."""
+    """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings.
+
+    Durations may be given in seconds; they are kept as timedeltas.
+    """
 
     id: str | None = None
     """Unique id: one job per queue and id; see ``JobHandle`` for the answer to a second one."""
@@ -89,13 +96,6 @@ class EnqueueOptions:
         if self.key is not None and not (isinstance(self.key, str) and len(self.key) <= 255):
             raise ValueError("key must be text of at most 255 characters")
         _check_storable(self.key or "", "key")
-        if self.delay is not None and not (
-            isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
-        ):
-            most = LONGEST_DELAY.days
-            raise ValueError(
-                f"delay must be a timedelta of at most {most} days, not {self.delay!r}"
-            )
         if self.delay is not None and self.run_at is not None:
             raise ValueError("Give delay or run_at, not both")
         for name in ("run_at", "expires_at"):
@@ -104,19 +104,24 @@ class EnqueueOptions:
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
-        _check_number(self.max_attempts, "max_attempts", attempts)
-        _check_number(self.priority, "priority", priority)
+        for name, check in (("delay", _delay), ("max_attempts", attempts), ("priority", priority)):
+            if (value := getattr(self, name)) is not None:
+                try:
+                    object.__setattr__(self, name, check(value))
+                except ValueError as error:
+                    raise ValueError(f"{name} must be {error}, not {value!r:.80}") from None
         if self.result_ttl is not None:
             milliseconds(self.result_ttl)
         unique.convert(self)
 
 
-def _check_number(value: Any, name: str, check: Callable[[Any], int]) -> None:
-    if value is not None:
-        try:
-            check(value)
-        except ValueError as error:
-            raise ValueError(f"{name} must be {error}") from None
+def _delay(value: Any) -> timedelta:
+    """A delay; one that is over already is as good as none."""
+    found = timedelta_of(value)
+    if not (isinstance(found, timedelta) and found <= LONGEST_DELAY):
+        most = LONGEST_DELAY.days
+        raise ValueError(f"a timedelta or number of seconds, of at most {most} days")
+    return found
 
 
 def _check_moment(moment: Any, name: str) -> None:
@@ -139,12 +144,15 @@ def _are_headers(headers: Any) -> bool:
 class Step:
     """A job and its payload, to be put into a chain, a group or a workflow."""
 
-    job: JobDefinition
+    job: JobDefinition[..., Any]
     payload: dict[str, Any]
 
 
-class JobDefinition:
-    """A registered handler: call it to run the function here and now, ``enqueue`` it for later."""
+class JobDefinition(Generic[P, R_co]):
+    """A registered handler: call it to run the function here and now, ``enqueue`` it for later.
+
+    For type checkers it has the function's arguments, without the context, and its result.
+    """
 
     def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
         self.handler = handler
@@ -164,12 +172,12 @@ class JobDefinition:
         """The registered name."""
         return self.handler.name
 
-    def using(self, **options: Any) -> JobDefinition:
+    def using(self, **options: Any) -> JobDefinition[P, R_co]:
         """Return a copy with options for the next enqueues, see ``EnqueueOptions``."""
         refuse_unknown(options, {f.name for f in fields(EnqueueOptions)}, "using")
         return JobDefinition(self.handler, replace(self.options, **options))
 
-    def enqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
+    def enqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
         """Store a job that will call the function with this payload, given by keyword, and return a
         handle to follow it.
 
@@ -195,13 +203,13 @@ class JobDefinition:
         """Return a step for a chain, a group or a workflow. It is checked when that is enqueued."""
         return Step(self, payload)
 
-    async def aenqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
+    async def aenqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
         """``enqueue`` from asynchronous code."""
         return await sync_to_async(self.enqueue)(*arguments, **payload)
 
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
-    ) -> list[JobHandle]:
+    ) -> list[JobHandle[R_co]]:
         """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none.
 
         :param ids: a unique id for each payload; then each answer tells whether it was new.
@@ -408,40 +416,69 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
 """Every option of ``@job`` but its name, and what it must be."""
 
 
+class JobOptions(TypedDict, total=False):
+    """The options of ``@job`` for type checkers, without those two that change how the function is
+    called."""
+
+    name: str | None
+    queue: str
+    key: str | Callable[..., Any] | None
+    priority: int
+    max_attempts: int | None
+    timeout: Duration | None
+    backoff: OwnBackoff | Duration | Sequence[Duration] | None
+    retry_on: type[BaseException] | Sequence[type[BaseException]]
+    give_up_on: type[BaseException] | Sequence[type[BaseException]]
+    result_ttl: timedelta | None
+    atomic: bool
+    database_only: bool
+    serializer: Serializer
+    rate: str | None
+    burst: int
+    rate_key: str | Callable[..., Any] | None
+    concurrency: int | None
+    concurrency_key: str | Callable[..., Any] | None
+    redact: Sequence[str]
+    schedule: str | timedelta | Mapping[str, Any] | None
+    timezone: str | None
+    unique_for: Duration | None
+    unique_by: Sequence[str] | None
+    debounce: Duration | None
+    debounce_max: Duration | None
+    on_conflict: Literal["keep", "replace", "raise"] | None
+
+
+class JobDecorator(Protocol):
+    """What ``@job(…)`` returns: it makes a job of a function, sync or ``async def``."""
+
+    @overload
+    def __call__(self, function: Callable[P, Coro[R]], /) -> JobDefinition[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> JobDefinition[P, R]: ...
+
+
+class ContextJobDecorator(Protocol):
+    """What ``@job(takes_context=True)`` returns: the function's first argument is the context."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coro[R]], /) -> JobDefinition[P, R]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], R], /) -> JobDefinition[P, R]: ...
+
+
+BatchJobDecorator = Callable[[Callable[..., Any]], JobDefinition[..., Any]]
+
+
 @overload
-def job(function: F, /) -> JobDefinition: ...
+def job(function: Callable[P, Coro[R]], /) -> JobDefinition[P, R]: ...
 @overload
-def job(
-    *,
-    name: str | None = None,
-    queue: str = "default",
-    key: str | Callable[..., Any] | None = None,
-    priority: int = 0,
-    max_attempts: int | None = None,
-    timeout: timedelta | float | None = None,
-    backoff: OwnBackoff | timedelta | float | Sequence[timedelta | float] | None = None,
-    retry_on: type[BaseException] | Sequence[type[BaseException]] = (),
-    give_up_on: type[BaseException] | Sequence[type[BaseException]] = (),
-    result_ttl: timedelta | None = None,
-    atomic: bool = True,
-    database_only: bool = False,
-    takes_context: bool = False,
-    batch: int | None = None,
-    serializer: Serializer = JSON,
-    rate: str | None = None,
-    burst: int = 1,
-    rate_key: str | Callable[..., Any] | None = None,
-    concurrency: int | None = None,
-    concurrency_key: str | Callable[..., Any] | None = None,
-    redact: Sequence[str] = (),
-    schedule: str | timedelta | Mapping[str, Any] | None = None,
-    timezone: str | None = None,
-    unique_for: timedelta | None = None,
-    unique_by: Sequence[str] | None = None,
-    debounce: timedelta | None = None,
-    debounce_max: timedelta | None = None,
-    on_conflict: Literal["keep", "replace", "raise"] | None = None,
-) -> Callable[[F], JobDefinition]: ...
+def job(function: Callable[P, R], /) -> JobDefinition[P, R]: ...
+@overload
+def job(*, takes_context: Literal[False] = ..., **options: Unpack[JobOptions]) -> JobDecorator: ...
+@overload
+def job(*, takes_context: Literal[True], **options: Unpack[JobOptions]) -> ContextJobDecorator: ...
+@overload
+def job(*, batch: int, **options: Unpack[JobOptions]) -> BatchJobDecorator: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
 
@@ -517,13 +554,13 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
 
     _read_schedule(options)
 
-    def declare(function: Callable[..., Any]) -> JobDefinition:
+    def declare(function: Callable[..., Any]) -> JobDefinition[..., Any]:
         own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
         unique.check_declared(own)
         handler = registry.Handler(function, own)
         if own.schedule is not None:
             _check_scheduled(handler, own.schedule)
-        definition = JobDefinition(handler)
+        definition: JobDefinition[..., Any] = JobDefinition(handler)
         registry.register(handler)
         return definition
 
@@ -582,7 +619,7 @@ def _check_storable(text: str, what: str) -> None:
 
 def enqueue_on_save(
     model: type[models.Model],
-    job: JobDefinition,
+    job: JobDefinition[..., Any],
     *,
     payload: Callable[[Any], Mapping[str, Any]],
     created: bool | None = None,

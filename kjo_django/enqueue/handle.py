@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from asgiref.sync import sync_to_async
 
@@ -19,6 +19,7 @@ from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
     NO_RESULT,
     Awaited,
+    NoResult,
     Waiter,
     is_expired,
     is_kept,
@@ -30,40 +31,11 @@ from kjo_django.models import NEVER, Job
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 
-
-class Handle(Protocol):
-    """What the handle of a job and that of a workflow have in common."""
-
-    @property
-    def id(self) -> str:
-        """The id from which the handle can be made again."""
-
-    @property
-    def status(self) -> str | None:
-        """The present status, or None if there is no such row."""
-
-    @property
-    def progress(self) -> Progress | None:
-        """How far it has got, or None if nothing is known."""
-
-    @property
-    def result(self) -> Any:
-        """The result, or ``NO_RESULT``."""
-
-    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Return the result once there is one, or raise an error that says why there is none."""
-
-    async def astatus(self) -> str | None:
-        """``status`` from asynchronous code."""
-
-    async def aprogress(self) -> Progress | None:
-        """``progress`` from asynchronous code."""
-
-    async def aresult(self) -> Any:
-        """``result`` from asynchronous code."""
-
-    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """``wait`` from asynchronous code."""
+P = ParamSpec("P")
+"""The arguments of a handler, without the context."""
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+"""What a handler returns, and what the handle of its job therefore gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +113,12 @@ def _snapshot(
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class JobHandle:
+class JobHandle(Generic[R_co]):
     """The answer to an enqueue, and a way to follow the job; duplicates are answers, never errors.
 
     ``JobHandle.of(id)`` makes one again from the job's id. A handle is pickled as this id. What is
-    asked of it is read anew each time.
+    asked of it is read anew each time. For type checkers, its result has the type that the handler
+    is annotated to return; it is what the serializer has made of that.
     """
 
     job_id: uuid.UUID
@@ -159,7 +132,7 @@ class JobHandle:
     """Of one that had completed: the result that the enqueue has found."""
 
     @classmethod
-    def of(cls, id: uuid.UUID | str) -> JobHandle:
+    def of(cls, id: uuid.UUID | str) -> JobHandle[Any]:
         """Return the handle of the job with this id, whether there is such a job or not.
 
         :raises ValueError: it is no UUID.
@@ -197,14 +170,14 @@ class JobHandle:
         return None if found is None else found.progress
 
     @property
-    def result(self) -> Any:
+    def result(self) -> R_co | NoResult:
         """The result of a completed job while it is kept, else ``NO_RESULT``."""
         if self.cached_result is not NO_RESULT:
-            return self.cached_result
+            return self.cached_result  # type: ignore[no-any-return]
         found = self.snapshot()
-        return NO_RESULT if found is None else found.result
+        return NO_RESULT if found is None else found.result  # type: ignore[no-any-return]
 
-    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """Return the job's result as soon as it has completed. The end is found by polling.
 
         :param timeout: seconds.
@@ -215,12 +188,13 @@ class JobHandle:
         :raises UncommittedJobError: called inside a transaction, and it has not ended.
         """
         waiter = Waiter(timeout)
-        return waiter.wait(self._awaited())
+        return waiter.wait(self._awaited())  # type: ignore[no-any-return]
 
-    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
         waiter = Waiter(timeout, releases=True)
-        return await waiter.await_(await sync_to_async(self._awaited)())
+        found: R_co = await waiter.await_(await sync_to_async(self._awaited)())
+        return found
 
     def _awaited(self) -> Awaited:
         rows = Job.objects.using(jobs_database()).filter(pk=self.job_id)
@@ -244,7 +218,7 @@ class JobHandle:
         """``progress`` from asynchronous code."""
         return await sync_to_async(lambda: self.progress)()
 
-    async def aresult(self) -> Any:
+    async def aresult(self) -> R_co | NoResult:
         """``result`` from asynchronous code."""
         return await sync_to_async(lambda: self.result)()
 
@@ -254,7 +228,7 @@ class JobHandle:
     def __hash__(self) -> int:
         return hash(self.job_id)
 
-    def __reduce__(self) -> tuple[type[JobHandle], tuple[uuid.UUID]]:
+    def __reduce__(self) -> tuple[type[JobHandle[Any]], tuple[uuid.UUID]]:
         return JobHandle, (self.job_id,)
 
     def __repr__(self) -> str:

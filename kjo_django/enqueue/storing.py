@@ -102,7 +102,7 @@ def store(
     revives_failed: bool = False,
     runtime: Runtime | None = None,
     waits: bool = False,
-) -> list[JobHandle]:
+) -> list[JobHandle[Any]]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
@@ -134,7 +134,7 @@ def store(
         if waits or (not transactional and all(job.unique_id is None for job in jobs)):
             # The common case of a log transport: one statement needs no transaction of its own.
             store.insert_jobs(jobs)
-            answers = [JobHandle(job.pk, "queued") for job in jobs]
+            answers: list[JobHandle[Any]] = [JobHandle(job.pk, "queued") for job in jobs]
             after_commit(alias, RELAY_CHANNEL, map(_facts, jobs))
         else:
             # A JobExistsError leaves the caller's transaction as it was.
@@ -168,7 +168,7 @@ def store_alike(
     runtime: Runtime,
     *,
     waits: bool = False,
-) -> list[JobHandle]:
+) -> list[JobHandle[Any]]:
     """Store a job for each payload, as ``store`` does, without making an instance of each where its
     row can be written without.
 
@@ -200,13 +200,13 @@ def store_alike(
     ):
         ids = uuid7s(len(payloads))
         runtime.store.copy_jobs(job, zip(ids, keys, payloads, strict=True))
-        answers = [JobHandle(id, "queued") for id in ids]
+        answers: list[JobHandle[Any]] = [JobHandle(id, "queued") for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
         after_commit(runtime.database, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
     return answers
 
 
-def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle]:
+def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle[Any]]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
     if named and named[0].unique_rule is not None and named[0].unique_rule.names_jobs:
@@ -221,7 +221,7 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
                 queue=queue, unique_id__in=ids[start : start + 1000]
             )
             holders.update({(queue, row.unique_id): row for row in rows})
-    answers = []
+    answers: list[JobHandle[Any]] = []
     for job in jobs:
         holder = holders.get((job.queue, job.unique_id)) if job.unique_id is not None else job
         if holder is None:
@@ -247,7 +247,7 @@ def _vanished(job: Job) -> StorageError:
     )
 
 
-def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle:
+def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle[Any]:
     """Answer an enqueue whose unique id is taken by ``holder``."""
     for _attempt in range(5):
         answer = _answer_of(holder, revives_failed)
@@ -275,17 +275,17 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle:
     raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
 
 
-def _store_in_windows(jobs: Sequence[Job], store: Store) -> list[JobHandle]:
+def _store_in_windows(jobs: Sequence[Job], store: Store) -> list[JobHandle[Any]]:
     """Store jobs whose unique ids end in the number of a window, see ``unique``."""
     store.take_write_lock()
-    answers: dict[int, JobHandle] = {}
+    answers: dict[int, JobHandle[Any]] = {}
     # In one order, so that two transactions with the same windows do not wait for each other.
     for at in sorted(range(len(jobs)), key=lambda at: jobs[at].unique_id or ""):
         answers[at] = _store_in_window(jobs[at], store)
     return [answers[at] for at in range(len(jobs))]
 
 
-def _store_in_window(job: Job, store: Store) -> JobHandle:
+def _store_in_window(job: Job, store: Store) -> JobHandle[Any]:
     name = job.unique_id or ""
     for _attempt in range(10):
         holder = unique.latest(store.alias, job.queue, name)
@@ -299,7 +299,7 @@ def _store_in_window(job: Job, store: Store) -> JobHandle:
     raise StorageError(f"The job {name!r} keeps changing; enqueue it again.")
 
 
-def _meet_in_window(job: Job, holder: Job, using: str) -> JobHandle | None:
+def _meet_in_window(job: Job, holder: Job, using: str) -> JobHandle[Any] | None:
     """Answer an enqueue that finds the latest job with its arguments; None: it stores another."""
     rule: UniqueRule = job.unique_rule
     if rule.unique_for is not None and (
@@ -311,13 +311,13 @@ def _meet_in_window(job: Job, holder: Job, using: str) -> JobHandle | None:
     if rule.debounce is not None:
         return None  # it has begun, and may have read what this call is about already
     if holder.state == JobState.COMPLETED:
-        answer = JobHandle(holder.pk, "completed", "completed", result_of(holder))
+        answer: JobHandle[Any] = JobHandle(holder.pk, "completed", "completed", result_of(holder))
     else:
         answer = JobHandle(holder.pk, "duplicate", states.to_queue(holder.status))
     return _kept(job, answer)
 
 
-def _kept(job: Job, answer: JobHandle) -> JobHandle:
+def _kept(job: Job, answer: JobHandle[Any]) -> JobHandle[Any]:
     """Return the answer to an enqueue that has met a job, or raise it."""
     if job.unique_rule.on_conflict == "raise":
         raise JobExistsError(
@@ -328,7 +328,7 @@ def _kept(job: Job, answer: JobHandle) -> JobHandle:
     return answer
 
 
-def _replace(job: Job, holder: Job, using: str) -> JobHandle | None:
+def _replace(job: Job, holder: Job, using: str) -> JobHandle[Any] | None:
     """Give the job that is there the payload and the options of a new enqueue, in a new generation;
     None if it has begun or ended."""
     waiting = unique.lock_waiting(using, holder.pk) if holder.state in states.OPEN else None
@@ -351,7 +351,7 @@ def _replace(job: Job, holder: Job, using: str) -> JobHandle | None:
     return JobHandle(waiting.pk, "replaced", states.to_queue(waiting.status))
 
 
-def _answer_of(holder: Job, revives_failed: bool) -> JobHandle | None:
+def _answer_of(holder: Job, revives_failed: bool) -> JobHandle[Any] | None:
     """Return the answer, or None when the row may begin a new generation."""
     now = timezone.now()
     is_expired = holder.result_expires_at is not None and holder.result_expires_at <= now

@@ -31,7 +31,7 @@ from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.running_job import running
 from kjo_django.runtime import current_runtime
-from kjo_django.values import text
+from kjo_django.values import text, timedelta_of
 
 PREFIX = "kjo-unique:"
 """Begins the unique ids that are made here; callers cannot give such an id."""
@@ -78,9 +78,11 @@ ON_CONFLICT = ("keep", "replace", "raise")
 
 def positive(value: Any) -> timedelta:
     """Return a delay that is longer than nothing."""
-    if not isinstance(value, timedelta) or not timedelta(0) < value <= LONGEST_DELAY:
-        raise ValueError(f"a positive timedelta of at most {LONGEST_DELAY.days} days")
-    return value
+    found = timedelta_of(value)
+    if not isinstance(found, timedelta) or not timedelta(0) < found <= LONGEST_DELAY:
+        most = LONGEST_DELAY.days
+        raise ValueError(f"a positive timedelta or number of seconds, of at most {most} days")
+    return found
 
 
 def argument_names(value: Any) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def start_bulk(
     ).asked_by(actor)
     handler = registry.find(handler_of(action))
     assert handler is not None, "kjo_django is in INSTALLED_APPS"
-    definition = JobDefinition(handler).using(queue=_operations_queue())
+    definition: JobDefinition[..., Any] = JobDefinition(handler).using(queue=_operations_queue())
     stored = definition.enqueue(**dataclasses.asdict(request))
     return Job.objects.using(jobs_database()).get(pk=stored.job_id)
 

@@ -12,6 +12,7 @@ import logging
 import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -214,7 +215,7 @@ class Ticker:
         rows.filter(pk=row.pk).update(problem=problem)
 
 
-def _note_answers(row: Schedule, answers: Sequence[JobHandle]) -> None:
+def _note_answers(row: Schedule, answers: Sequence[JobHandle[Any]]) -> None:
     for answer in answers:
         row.last_job_id = answer.job_id
         if answer.is_new:

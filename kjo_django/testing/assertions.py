@@ -12,7 +12,7 @@ from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
 from kjo_django.runtime import jobs_database
 
-Target = JobDefinition | Queue | str
+Target = JobDefinition[..., Any] | Queue | str
 ANY: Any = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 """Matches any payload."""
 

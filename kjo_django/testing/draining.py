@@ -120,7 +120,7 @@ def drain(
     return drained
 
 
-def run_job(job: Job | JobHandle | EnqueueResult | uuid.UUID | str) -> Any:
+def run_job(job: Job | JobHandle[Any] | EnqueueResult | uuid.UUID | str) -> Any:
     """Run one open job, due or not, and return its result; its error is raised once recorded."""
     key: Any = job.pk if isinstance(job, Job) else getattr(job, "job_id", job)
     row = Job.objects.using(jobs_database()).filter(pk=key).first()
@@ -135,7 +135,9 @@ def run_job(job: Job | JobHandle | EnqueueResult | uuid.UUID | str) -> Any:
     return run.result
 
 
-def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fields: Any) -> Any:
+def perform(
+    job: JobDefinition[..., Any] | Queue, /, *payload: Any, attempt: int = 1, **fields: Any
+) -> Any:
     """Call a job's handler as a worker would, without storing anything, and return its result.
 
     The payload and the result go through their serializers, and a context is passed where the

@@ -68,7 +68,7 @@ class PlannedStage:
     """A stage that is to be stored."""
 
     row: WorkflowStage
-    job: JobDefinition
+    job: JobDefinition[..., Any]
     required: set[int]
     """The places in the plan of the stages it waits for."""
     is_waited_for: bool
@@ -432,7 +432,7 @@ class Workflow:
 
     def add(
         self,
-        job: JobDefinition | Step,
+        job: JobDefinition[..., Any] | Step,
         /,
         *,
         after: WorkflowStep | Iterable[WorkflowStep] | None = None,
@@ -500,7 +500,7 @@ class Workflow:
             self.enqueue()
 
 
-def step_of(job: JobDefinition | Step, payload: dict[str, Any]) -> Step:
+def step_of(job: JobDefinition[..., Any] | Step, payload: dict[str, Any]) -> Step:
     """Return a step of a job and its payload; of a step, that with more in its payload."""
     if isinstance(job, JobDefinition):
         return job.step(**payload)

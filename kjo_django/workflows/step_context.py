@@ -145,7 +145,7 @@ class WorkflowContext:
             value = load_result(bytes(result), serializer_for(content_type))
         return {**payload, name: value}
 
-    def results(self, step: JobDefinition | str | None = None) -> Iterator[Any]:
+    def results(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[Any]:
         """Yield the results of completed steps, in the order they were added; few are in memory at
         once.
 
@@ -160,13 +160,15 @@ class WorkflowContext:
             else:
                 yield load_result(bytes(result), serializer_for(content_type))
 
-    async def aresults(self, step: JobDefinition | str | None = None) -> AsyncIterator[Any]:
+    async def aresults(
+        self, step: JobDefinition[..., Any] | str | None = None
+    ) -> AsyncIterator[Any]:
         """``results`` from asynchronous code."""
         found, end = self.results(step), object()
         while (value := await sync_to_async(lambda: next(found, end))()) is not end:
             yield value
 
-    def outcomes(self, step: JobDefinition | str | None = None) -> Iterator[StepOutcome]:
+    def outcomes(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[StepOutcome]:
         """Yield the state and the error of steps, in the order they were added.
 
         :param step: as ``results`` takes it.
@@ -174,7 +176,7 @@ class WorkflowContext:
         for row in self._read(step, ("pk", "handler", "state", "error")):
             yield StepOutcome(*row)
 
-    def failures(self, step: JobDefinition | str | None = None) -> list[StepOutcome]:
+    def failures(self, step: JobDefinition[..., Any] | str | None = None) -> list[StepOutcome]:
         """Return the steps that have failed for good or were cancelled.
 
         :param step: as ``results`` takes it.
@@ -185,7 +187,7 @@ class WorkflowContext:
 
     def add(
         self,
-        job: JobDefinition | Step,
+        job: JobDefinition[..., Any] | Step,
         /,
         *,
         after: WorkflowStep | Iterable[WorkflowStep] | None = None,
@@ -213,7 +215,7 @@ class WorkflowContext:
             self.added = self._graph.plan(self._runtime, self._facts.on_failure)
 
     def _read(
-        self, step: JobDefinition | str | None, columns: tuple[str, ...], **condition: Any
+        self, step: JobDefinition[..., Any] | str | None, columns: tuple[str, ...], **condition: Any
     ) -> Iterator[Any]:
         using = self._runtime.database
         if step is None:

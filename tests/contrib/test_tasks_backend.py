@@ -109,6 +109,16 @@ def test_run_after_delays(tasks: Any) -> None:
     assert (found.status, found.job_status, found.task.run_after) == ("READY", "scheduled", later)
 
 
+def test_a_task_expires_after_a_number_of_seconds(tasks: Any) -> None:
+    # When
+    result = tasks.mail.using(expires=60).enqueue(7)
+    # Then
+    job = Job.objects.get()
+    assert job.expires_at is not None
+    assert timedelta(seconds=59) <= job.expires_at - job.created_at <= timedelta(seconds=60)
+    assert tasks.mail.get_result(result.id).task.expires == 60
+
+
 def test_options_of_a_task_become_the_jobs(tasks: Any) -> None:
     # When
     result = tasks.mail.using(unique_id="m-7", max_attempts=9, timeout=2).enqueue(7)

@@ -109,7 +109,7 @@ def test_the_next_generation_protocol_leaves_to_the_broker_what_it_decides():
         ({"transactional.id": "x"}, "transactional.id"),
         ({"delivery.report.only.error": True}, "delivery.report.only.error"),
         ({"producer": "fast"}, "producer"),
-        ({"commit_interval": 5}, "commit_interval"),
+        ({"commit_interval": "5"}, "commit_interval"),
         ({"request_timeout": timedelta(0)}, "request_timeout"),
     ],
 )

@@ -249,10 +249,10 @@ def test_a_retry_without_a_delay_backs_off_and_counts_like_any_attempt():
     assert not policy().decide(Retry(delay=timedelta(1)), 9, 9).retry
 
 
-def test_a_delay_that_is_no_timedelta_is_refused_where_it_is_written():
+def test_what_is_no_delay_is_refused_where_it_is_written():
     """Later there would be nobody to tell."""
     with pytest.raises(TypeError, match="delay must be a timedelta"):
-        Retry("later", delay=5)
+        Retry("later", delay="5")
 
 
 # --- X-1: what "3 attempts" means -----------------------------------------------------------------

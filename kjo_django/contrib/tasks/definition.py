@@ -45,11 +45,13 @@ def _key(value: Any) -> Any:
 
 
 def _end(value: Any) -> Any:
-    if isinstance(value, timedelta) and value > timedelta(0):
-        return value
     if isinstance(value, datetime) and timezone.is_aware(value):
         return value
-    raise ValueError("a positive timedelta or an aware datetime")
+    try:
+        return duration(value)
+    except ValueError:
+        wanted = "a positive timedelta or number of seconds, or an aware datetime"
+        raise ValueError(wanted) from None
 
 
 def _lifetime(value: Any) -> timedelta:
@@ -82,8 +84,8 @@ class KJOTask(Task):  # type: ignore[type-arg]
     """One job per queue and id. A second enqueue returns the existing result."""
     key: str | Callable[..., str] | None = None
     """Tasks of one key run one at a time and in order. A function is given the task's arguments."""
-    expires: timedelta | datetime | None = None
-    """The job is not started after this time; a timedelta counts from the enqueue."""
+    expires: timedelta | float | datetime | None = None
+    """The job is not started after this time; a timedelta or seconds count from the enqueue."""
     result_ttl: timedelta | None = None
     """How long its result and its errors are kept."""
     atomic: bool | None = None

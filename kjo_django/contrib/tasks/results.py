@@ -132,6 +132,8 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
     now = timezone.now()
     key = getattr(task, "key", None)
     expires = getattr(task, "expires", None)
+    if expires is not None and not isinstance(expires, datetime):
+        expires = now + duration(expires)
     timeout = backend.default(task, "timeout")
     headers = {TASK: task.module_path}
     if backend.default(task, "atomic") is False:
@@ -144,7 +146,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         id=getattr(task, "unique_id", None),
         key=str(key(*args, **kwargs)) if callable(key) else key,
         run_at=task.run_after,
-        expires_at=now + expires if isinstance(expires, timedelta) else expires,
+        expires_at=expires,
         priority=task.priority,
         max_attempts=backend.default(task, "max_attempts"),
         result_ttl=backend.default(task, "result_ttl"),

@@ -6,13 +6,13 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from kjo_django.engine.attempt import Abort as Abort
 from kjo_django.engine.attempt import Delivery
-from kjo_django.exceptions import JobCancelledError, Retry
+from kjo_django.exceptions import Delay, JobCancelledError, Retry
 from kjo_django.messages import headers as names
 from kjo_django.workflows.step_context import WorkflowContext
 
@@ -154,10 +154,10 @@ class BatchItem(JobContext):
             raise TypeError(f"fail() takes an exception, not {type(error).__name__}")
         self.error = error
 
-    def retry(self, reason: str = "retry requested", *, delay: timedelta | None = None) -> None:
+    def retry(self, reason: str = "retry requested", *, delay: Delay | None = None) -> None:
         """Ask for another attempt of this item; ``fail`` with ``Retry``.
 
-        :param delay: until then; the back-off's if not given.
+        :param delay: until then, a timedelta or seconds; the back-off's if not given.
         """
         self.fail(Retry(reason, delay=delay))
 

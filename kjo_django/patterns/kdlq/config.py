@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from kjo_django import signals
 from kjo_django.exceptions import KDLQConfigurationException
 from kjo_django.transports.base import Record
+from kjo_django.values import timedelta_of
 
 logger = logging.getLogger("kjo_django")
 
@@ -139,14 +141,14 @@ class DlqConfig:
     listeners: Collection[KDLQMessageLifecycleListener] = ()
     informational_headers: bool = False
     """Add offset, partition and time of the original."""
-    redelivery_delay: timedelta | None = None
-    """The delay of the first redelivery.
+    redelivery_delay: timedelta | float | None = None
+    """The delay of the first redelivery, a timedelta or seconds.
 
     One second if not given. None with ``servers``: a delayed message waits in our database for the
     relay of our transport.
     """
     redelivery_multiplier: float = 1.5
-    max_redelivery_delay: timedelta = timedelta(minutes=10)
+    max_redelivery_delay: timedelta | float = timedelta(minutes=10)
     default_on_exception: Literal["dlq", "redeliver"] = "dlq"
     """The meaning of other exceptions: ``dlq`` as in KDLQ 1, ``redeliver`` as in KDLQ 2."""
     ordering: Ordering | str = Ordering.NONE
@@ -189,12 +191,17 @@ class DlqConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 _refuse(name, "a whole number", value)
+        for name in ("redelivery_delay", "max_redelivery_delay"):
+            with suppress(ValueError):
+                object.__setattr__(self, name, timedelta_of(getattr(self, name)))
         delay, longest = self.redelivery_delay, self.max_redelivery_delay
         if delay is not None and (not isinstance(delay, timedelta) or delay < timedelta(0)):
-            _refuse("redelivery_delay", "a timedelta that is not negative", delay)
+            _refuse(
+                "redelivery_delay", "a timedelta or number of seconds that is not negative", delay
+            )
         # Zero would switch every delay off, which nobody means by a cap (a fault of KDLQ 2).
         if not isinstance(longest, timedelta) or longest <= timedelta(0):
-            _refuse("max_redelivery_delay", "a positive timedelta", longest)
+            _refuse("max_redelivery_delay", "a positive timedelta or number of seconds", longest)
         multiplier = self.redelivery_multiplier
         if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
             _refuse("redelivery_multiplier", "a number", multiplier)
@@ -214,12 +221,12 @@ class DlqConfig:
 
     def delay_of(self, redelivered: int) -> timedelta:
         """Return the delay of the next redelivery after so many redeliveries."""
-        first = self.redelivery_delay
+        first: Any = self.redelivery_delay
         if first is None:
             first = timedelta(0) if self.servers is not None else DEFAULT_DELAY
         if not first:
-            return first
-        longest = self.max_redelivery_delay.total_seconds()
+            return timedelta(0)
+        longest: float = timedelta_of(self.max_redelivery_delay).total_seconds()
         try:
             # The count comes with the message: a power of whole numbers might take hours.
             seconds = first.total_seconds() * float(self.redelivery_multiplier) ** redelivered

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, Never, overload
+from typing import Any, Literal, Never, cast, overload
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
@@ -75,7 +75,7 @@ class EnqueueResult:
         return self.status == "queued"
 
     @property
-    def handle(self) -> JobHandle:
+    def handle(self) -> JobHandle[Any]:
         """A handle to follow the job."""
         return JobHandle(self.job_id)
 
@@ -348,7 +348,7 @@ class Queue:
         assert said != "replaced"  # messages of queues have no such rule
         return EnqueueResult(said, answer.job_id, state, result)
 
-    def _store_anew(self, job: Job) -> list[JobHandle]:
+    def _store_anew(self, job: Job) -> list[JobHandle[Any]]:
         """Store the job even if one of this id has failed, and close that failure's dead letter."""
         using = jobs_database()
         with transaction.atomic(using=using, savepoint=False):
@@ -496,7 +496,7 @@ class JobBuilder:
         reply_to: str | None = None,
         key: str | None = None,
         priority: int | None = None,
-        delay: timedelta | None = None,
+        delay: timedelta | float | None = None,
         run_at: datetime | None = None,
         expires_at: datetime | None = None,
         max_attempts: int | None = None,
@@ -511,7 +511,7 @@ class JobBuilder:
             id=id,
             key=key,
             priority=priority,
-            delay=delay,
+            delay=cast("timedelta | None", delay),
             run_at=run_at,
             expires_at=expires_at,
             max_attempts=max_attempts,

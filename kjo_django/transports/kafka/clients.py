@@ -20,13 +20,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.conf import Settings, get_settings
+from kjo_django.values import duration
 
 logger = logging.getLogger("kjo_django.kafka")
 
@@ -191,9 +191,10 @@ class KafkaOptions:
         return ImproperlyConfigured(f"{self.setting}[{key!r}]: {reason}.")
 
     def _pop_duration(self, options: dict[str, Any], name: str, default: float) -> float:
-        value = options.pop(name, timedelta(seconds=default))
-        if not isinstance(value, timedelta) or value <= timedelta(0):
-            raise self.refuse(name, "must be a timedelta above zero")
+        try:
+            value = duration(options.pop(name, default))
+        except ValueError as error:
+            raise self.refuse(name, f"must be {error}") from None
         return value.total_seconds()
 
     def _check(self, *given: Mapping[str, Any]) -> None:

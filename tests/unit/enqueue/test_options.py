@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import typing
 from datetime import timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import Queue, conf, event_handler, exponential, job, registry
+from kjo_django import DlqConfig, Queue, Retry, conf, event_handler, exponential, job, registry
 from kjo_django.contrib.tasks import task
+from kjo_django.enqueue import definition
 from kjo_django.models import Job
 from kjo_django.patterns.kdlq import kdlq_handler
 from tests.ledger.jobs import write
@@ -126,13 +128,55 @@ def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():
             "headers, id, key, max_attempts, on_conflict, priority, queue, result_ttl, run_at, "
             "unique_by, unique_for.",
         ),
-        ({"delay": 60}, "delay must be a timedelta of at most 3650 days, not 60"),
+        (
+            {"delay": "60"},
+            "delay must be a timedelta or number of seconds, of at most 3650 days, not '60'",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_using_names_itself_and_what_was_meant(option, says):
     with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         write.using(**option)
+
+
+@pytest.mark.parametrize("seconds", [90, 90.0], ids=["whole", "float"])
+def test_delays_are_timedeltas_or_seconds_wherever_they_are_given(queue, seconds):
+    delay = timedelta(seconds=seconds)
+    for option in ("delay", "unique_for", "debounce"):
+        assert write.using(**{option: seconds}).options == write.using(**{option: delay}).options
+    longest = {"debounce": 1, "debounce_max": seconds}
+    assert write.using(**longest).options.debounce_max == delay
+    declared = job(name="tests.seconds", timeout=seconds, unique_for=seconds)(lambda: None)
+    registry.unregister("tests.seconds")
+    assert (declared.handler.options.timeout, declared.handler.options.unique_for) == (delay, delay)
+    assert Retry(delay=seconds).delay == delay
+    config = DlqConfig("dead", redelivery_delay=seconds, max_redelivery_delay=seconds)
+    assert config.redelivery_delay == config.max_redelivery_delay == delay
+    queue.enqueue("j1", 1, delay=seconds)
+    stored = Job.objects.get(unique_id="j1")
+    assert stored.available_at - stored.created_at == delay
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda value: write.using(delay=value),
+        lambda value: write.using(unique_for=value),
+        lambda value: Retry(delay=value),
+        lambda value: DlqConfig("dead", redelivery_delay=value),
+    ],
+    ids=["delay", "unique_for", "Retry", "redelivery_delay"],
+)
+@pytest.mark.parametrize("value", ["60", float("nan"), float("inf"), True], ids=repr)
+def test_no_other_delay_is_taken(refuse, value):
+    with pytest.raises((TypeError, ValueError), match=r"timedelta or (a )?number of seconds"):
+        refuse(value)
+
+
+def test_the_options_that_type_checkers_know_are_those_there_are():
+    known = typing.get_type_hints(definition.JobOptions).keys()
+    assert known | {"takes_context", "batch"} == {"name", *definition._CHECKS}
 
 
 @pytest.mark.parametrize("method", ["enqueue", "enqueue_and_wait"])

@@ -38,7 +38,7 @@ def test_a_lifetime_of_a_result_that_means_nothing_is_refused(ttl):
         ({"run_at": datetime.max.replace(tzinfo=UTC)}, "run_at must be between the years"),
         ({"run_at": datetime.min.replace(tzinfo=UTC)}, "run_at must be between the years"),
         ({"expires_at": datetime.max.replace(tzinfo=UTC)}, "expires_at must be between"),
-        ({"delay": 5}, "delay must be a timedelta"),
+        ({"delay": "5"}, "delay must be a timedelta"),
         ({"delay": timedelta.max}, "delay"),
         ({"delay": timedelta(1), "run_at": datetime(2030, 1, 1, tzinfo=UTC)}, "not both"),
         ({"id": ""}, "id must be text"),

@@ -11,7 +11,6 @@ from asgiref.sync import async_to_sync
 from django.db import connections
 
 from kjo_django import Workflow, chain, group
-from kjo_django.enqueue.handle import Handle
 from kjo_django.enqueue.waiting import NO_RESULT
 from kjo_django.exceptions import (
     JobCancelledError,
@@ -27,7 +26,7 @@ from tests.unit.workflows.conftest import Steps
 
 @pytest.mark.django_db
 def test_a_handle_says_where_the_workflow_is_and_what_came_of_it(steps: Steps) -> None:
-    handle: Handle = chain(steps.double.step(value=1), steps.double.step()).enqueue()
+    handle = chain(steps.double.step(value=1), steps.double.step()).enqueue()
     assert (handle.status, handle.progress.percent, handle.result) == ("running", 0.0, NO_RESULT)
     with pytest.raises(UncommittedJobError):
         handle.wait(1)
