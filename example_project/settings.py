@@ -90,6 +90,7 @@ KJO: dict[str, Any] = {
     "BACKOFF_BASE": 0.5,
     "ERROR_RECOVERY_DELAYS": {"rate_limit": 2, "network": 2, "database": 2, "default": 0},
     "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
+    "METRICS_TOKEN": os.environ.get("METRICS_TOKEN") or None,
     "QUEUES": {
         "emails": {"topic": "shop-emails", "max_attempts": 5},
         "stock": {"topic": "shop-stock"},
@@ -165,6 +166,9 @@ ROOT_URLCONF = "example_project.urls"
 WSGI_APPLICATION = "example_project.wsgi.application"
 ASGI_APPLICATION = "example_project.asgi.application"
 STATIC_URL = "static/"
+STATIC_ROOT = os.environ.get("DJANGO_STATIC_ROOT")
+if STATIC_ROOT and not DEBUG:  # docs/deploy: the web servers answer with these files, too
+    MIDDLEWARE.insert(1, "whitenoise.middleware.WhiteNoiseMiddleware")
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 LANGUAGE_CODE = "en"
 TIME_ZONE = "Europe/London"

@@ -30,8 +30,12 @@ assert DeadLetter.objects.exists()'"""
 class Reader:
     """Somebody with an empty folder and a terminal."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, python: str = sys.executable, path: Path | None = ROOT
+    ) -> None:
         self.folder = folder
+        self.python = python
+        self.path = path
         self.shown = ""
         self._worker: subprocess.Popen[bytes] | None = None
         self._is_consuming = False
@@ -78,14 +82,14 @@ class Reader:
         return {
             **inherited,
             **{f"DJANGO_SUPERUSER_{name}": value for name, value in who.items()},
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(self.python).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.path or ""),
         }
 
     def consume(self) -> None:
         """Start the worker of the second terminal."""
         self._is_consuming = True
-        command = [sys.executable, "manage.py", "kjo_consume", "--status-interval", "0"]
+        command = [self.python, "manage.py", "kjo_consume", "--status-interval", "0"]
         self._worker = subprocess.Popen(
             command, cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL
         )

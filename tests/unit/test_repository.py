@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TOP_LEVEL = {
     ".ci",
+    ".github",
     ".gitignore",
     "LICENSE",
     "README.md",
