@@ -180,6 +180,7 @@ def benched(settings: Any, monkeypatch: Any) -> Iterator[Bench]:
     """Yield a worker on the memory transport; handlers made meanwhile are forgotten with it."""
     settings.KJO = KJO | MEMORY
     monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(registry, "limited", {})
     bench = Bench()
     try:
         yield bench

@@ -183,7 +183,7 @@ def wait_until_idle() -> None:
 def clean(sqlite_file: Path) -> Iterator[None]:
     """Forget what the page declares."""
     before = set(sys.modules)
-    with forgetting(registry._handlers, registry._routes, conf._declared):
+    with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
         yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {"shop", *(path.partition(".")[0] for path in PEERS)}:
