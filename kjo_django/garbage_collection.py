@@ -23,20 +23,23 @@ of the next one. Garbage in cycles, which handlers may make, is freed after some
 def seldom() -> Iterator[None]:
     """Within the block, collect less often, and leave alone what is loaded already.
 
-    Changes nothing where collection is switched off or has thresholds of the project's own.
+    Changes nothing where collection is switched off or has thresholds of the project's own. What
+    was set apart before the block stays so.
     """
     before = gc.get_threshold()
     if not gc.isenabled() or before not in PYTHONS_OWN:
         yield
         return
-    if not gc.get_freeze_count():
+    sets_apart = not gc.get_freeze_count()
+    if sets_apart:
         set_apart()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if sets_apart:
+            gc.unfreeze()
 
 
 def set_apart() -> None:

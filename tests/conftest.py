@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from kjo_django import signals
+from kjo_django import garbage_collection, registry, signals
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import get_coordination
 
@@ -15,6 +15,12 @@ from kjo_django.runtime import get_coordination
 settings.register_profile("default", phases=[p for p in Phase if p is not Phase.explain])
 
 pytest_plugins = ["tests.databases", "tests.services.fixtures"]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting what all tests have loaded: a collection, which each
+    worker in a thread asks for at its start, takes a second of it and holds up every thread."""
+    garbage_collection.set_apart()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,6 +36,15 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture(autouse=True)
+def no_limit_is_left() -> Iterator[None]:
+    """Fail a test that leaves a handler with a limit behind: the groups of every later test of the
+    process would ask for permits."""
+    before = set(registry.limited)
+    yield
+    assert set(registry.limited) <= before, "forget what the test has declared"
 
 
 @pytest.fixture

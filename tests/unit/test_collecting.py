@@ -14,8 +14,9 @@ from kjo_django import garbage_collection
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     before, was_enabled = gc.get_threshold(), gc.isenabled()
-    yield
     gc.unfreeze()
+    yield
+    gc.freeze()  # as tests/conftest.py has done
     gc.set_threshold(*before)
     if was_enabled:
         gc.enable()
@@ -33,6 +34,15 @@ def test_it_looks_seldom_at_what_is_new_and_not_at_what_was_there():
         assert gc.get_freeze_count() > 1000
     assert gc.get_threshold() == (700, 10, 10)
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_set_apart_before_stays_so():
+    gc.set_threshold(700, 10, 10)
+    garbage_collection.set_apart()
+    before = gc.get_freeze_count()
+    with garbage_collection.seldom():
+        pass
+    assert gc.get_freeze_count() == before > 1000
 
 
 def test_garbage_that_handlers_make_is_freed_all_the_same():

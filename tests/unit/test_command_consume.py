@@ -144,7 +144,6 @@ def test_a_projects_own_pace_of_the_collector_is_kept(monkeypatch):
         command._called_from_command_line = True
         call_command(command, "--status-interval", "0")
     finally:
-        gc.unfreeze()
         gc.set_threshold(*before)
     # Then
     assert seen == [(50_000, 5, 5)]
