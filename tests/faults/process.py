@@ -85,14 +85,15 @@ class Process:
                 return
         raise AssertionError(f"{self.name} is not idle after {MOST_TURNS} turns")
 
-    def turn(self, *, beats: bool = True) -> bool:
+    def turn(self, *, beats: bool = True, relays: bool = True) -> bool:
         """Return whether anything was done.
 
         :param beats: whether it gives its sign of life.
+        :param relays: whether its relay looks at what is due.
         """
         steps: list[Callable[[], bool]] = [self._beat] if beats else []
         steps += [self._tick] if self.worker.ticker is not None else []
-        steps += [self._relay]
+        steps += [self._relay] if relays else []
         steps += [
             lambda poller=poller: self._poll(poller)  # type: ignore[misc]
             for poller in self.worker.pollers

@@ -15,6 +15,8 @@ from kjo_django.limits import held
 from kjo_django.limits.control import clear_limit, set_limit
 from kjo_django.models import HeldJob, Job
 from kjo_django.operations import jobs as operations
+from kjo_django.runtime import current_runtime
+from kjo_django.worker.duties import LimitDuty
 from tests.faults.conftest import ENGINES
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE
@@ -25,6 +27,8 @@ every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 pytestmark = pytest.mark.timeout(600)
 TICK = 0.04
 """Seconds; a start that is late by more than 0.05 s loses a permit of these rates."""
+BEAT = LimitDuty.SOON
+"""Seconds between the signs of life; each worker then also looks after the jobs that wait."""
 
 
 class Workers:
@@ -36,15 +40,26 @@ class Workers:
         world.forget()
         world.begin_empty()
         self.alive = [world.process(f"worker-{n}") for n in range(count)]
+        self.beats_at = 0.0
 
     def run_for(self, seconds: float, tick: float = TICK) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end:
+            beats = now >= self.beats_at
+            if beats:
+                self.beats_at = now + BEAT
+            relays = self.is_due()
             for process in self.alive:
                 process.boundary.call_count = 0
-                process.turn()
+                process.turn(beats=beats, relays=relays)
             self.world.clock.advances = 0
             self.world.clock.advance(tick)
+
+    def is_due(self) -> bool:
+        """Return whether a relay would publish anything now: each of them would ask the same."""
+        runtime = current_runtime()
+        next_at = runtime.store.next_due([QUEUE])
+        return next_at is not None and next_at <= runtime.clock.now()
 
     def run_until_done(self, seconds: float, tick: float = 0.25) -> None:
         end = time.monotonic() + seconds
