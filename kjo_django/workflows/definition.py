@@ -50,10 +50,14 @@ class WorkflowStep:
         """The step whose result it may be given."""
 
     def after(self, *steps: WorkflowStep) -> WorkflowStep:
-        """Let this step wait for other steps of its workflow, too."""
+        """Let this step wait for other steps of its workflow, too.
+
+        :raises ValueError: that is another workflow's step, or the workflow is stored already.
+        """
+        self.graph.check_open()
         for step in steps:
             if not isinstance(step, WorkflowStep):
-                raise TypeError(f"{self} can wait for steps of its workflow, not for {step!r}")
+                raise TypeError(f"{self} can wait for steps that add() returned, not for {step!r}")
             if step.graph is not self.graph:
                 raise ValueError(f"{self} cannot wait for {step} of another workflow")
             self.required.add(step.number)
@@ -81,6 +85,19 @@ class Graph:
 
     def __init__(self) -> None:
         self.steps: list[WorkflowStep] = []
+        self.is_planned = False
+        """Whether the steps were taken to be stored: one that came later would be lost."""
+
+    def check_open(self) -> None:
+        """Refuse changes that would not be stored any more.
+
+        :raises ValueError: the steps have been enqueued.
+        """
+        if self.is_planned:
+            raise ValueError(
+                "The workflow has been enqueued: a step that is added now would never run. While "
+                "it runs, its steps add others by context.workflow.add(…)"
+            )
 
     def add(
         self,
@@ -90,12 +107,16 @@ class Graph:
         source: WorkflowStep | None = None,
     ) -> WorkflowStep:
         """Add a step."""
+        self.check_open()
         if not isinstance(step, Step):
             raise TypeError(f"A step is a job and its payload, job.step(…), not {step!r}")
         if on_failure is not None:
             checked_on_failure(on_failure, step.job.name)
         added = WorkflowStep(self, len(self.steps), step, on_failure, source)
-        added.after(*([after] if isinstance(after, WorkflowStep) else after or ()))
+        before: Any = () if after is None else after
+        if isinstance(before, str) or not isinstance(before, Iterable):
+            before = (before,)
+        added.after(*before)
         self.steps.append(added)
         return added
 
@@ -141,6 +162,7 @@ class Graph:
             stages[found[kind]].steps.append((step.job.options, key, data))
         for stage in stages:
             stage.row.step_count = len(stage.steps)
+        self.is_planned = True
         return stages
 
     def _in_order(self, followers: Sequence[Sequence[int]]) -> Iterator[WorkflowStep]:
@@ -170,7 +192,10 @@ def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
     problem = handler.check_arguments({**payload, argument: None} if argument else payload)
     if problem is not None:
         if step.source is not None and len(missing) > 1:
-            problem += f" ({step.source} gives it one result)"
+            wanted = " and ".join(map(repr, missing))
+            problem = f"it requires {wanted}, and {step.source} gives it one result"
+        elif missing and step.required and step.source is None:
+            problem += " (only a step of a chain is given the result of the one step before it)"
         raise TypeError(f"{step}: {problem}")
     try:
         key = handler.key_of(payload) if options.key is None else options.key

@@ -23,6 +23,9 @@ POLICIES = ("cancel", "run", "hold")
 CHANGES = ("run", "run", "run", "run", "run", "run", "cancel", "replay", "retry")
 
 
+NAMES: dict[Any, str] = {}
+
+
 class Model:
     """What each step's state must be."""
 
@@ -104,6 +107,7 @@ def play(seed: int, most_steps: int) -> None:
         return name
 
     model = Model()
+    NAMES.clear()
     size = chance.randint(1, most_steps)
     kinds = ["", "", "", *chance.sample(["fails", "fails once", "adds"], chance.randint(0, 3))]
     default = chance.choice(POLICIES)
@@ -143,9 +147,9 @@ def change(
     if action == "run":
         run_one(chance, model, plan, default)
     elif action == "cancel":
-        names = sorted(n for n, state in model.state.items() if state in ("open", "waiting"))
-        if names:
-            name = chance.choice(names)
+        unended = sorted(n for n, state in model.state.items() if state in ("open", "waiting"))
+        if unended:
+            name = chance.choice(unended)
             jobs.cancel([row_of(name)])
             model.end(name, "cancelled")
     elif action == "replay":
@@ -160,11 +164,11 @@ def change(
 
 
 def run_one(chance: random.Random, model: Model, plan: Any, default: str) -> bool:
-    names = sorted(name for name, state in model.state.items() if state == "open")
-    if not names:
+    ready = sorted(name for name, state in model.state.items() if state == "open")
+    if not ready:
         return False
-    name = chance.choice(names)
-    before = set(Job.objects.values_list("pk", flat=True))
+    name = chance.choice(ready)
+    before = set(names())
     try:
         run_job(row_of(name))
     except PermanentError:
@@ -175,16 +179,22 @@ def run_one(chance: random.Random, model: Model, plan: Any, default: str) -> boo
     return True
 
 
+def names() -> dict[Any, str]:
+    """Return the name of each job by its key; they are read once."""
+    for row in Job.objects.exclude(pk__in=NAMES):
+        NAMES[row.pk] = row.arguments["name"]
+    return NAMES
+
+
 def row_of(name: str) -> Job:
-    return next(job for job in Job.objects.all() if job.arguments["name"] == name)
+    return Job.objects.get(pk=next(key for key, found in names().items() if found == name))
 
 
 def compare(model: Model, handle: WorkflowHandle) -> None:
+    by_key = names()
     found = {
-        job.arguments["name"]: "open"
-        if job.state in ("pending", "queued", "failing")
-        else job.state
-        for job in Job.objects.all()
+        by_key[key]: "open" if state in ("pending", "queued", "failing") else state
+        for key, state in Job.objects.values_list("pk", "state")
     }
     assert found == model.state
     snapshot = handle.snapshot()

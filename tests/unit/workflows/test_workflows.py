@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from kjo_django import Workflow, chain, group
+from kjo_django import Workflow, chain, group, job
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, WorkflowCount, WorkflowEdge, WorkflowStage
 from kjo_django.models import Workflow as Row
@@ -383,8 +383,14 @@ def test_what_cannot_run_is_refused_before_anything_is_stored(steps: Steps) -> N
         group([note.step(name="a"), note.step()]).enqueue()
     with refused(ValueError, "step 2", "flows.note"):
         chain(note.step(name="a"), note.step(name=object())).enqueue()
-    with refused(TypeError, "step 2", "flows.double", "value"):
+    with refused(TypeError, "step 2", "flows.double", "value", "only a step of a chain"):
         group([double.step(value=1)]).then(double.step()).enqueue()
+    pair = job(name="flows.pair", queue="flows")(lambda left, right: left)
+    with refused(TypeError, "step 2", "requires 'left' and 'right'", "step 1", "one result"):
+        chain(double.step(value=1), pair.step()).enqueue()
+    for after in ("flows.note", 3, [None]):
+        with refused(TypeError, "step 1", "steps that add.. returned"):
+            Workflow("typo").add(note, name="a", after=after)
     with refused(TypeError, "step 2", "flows.note", "unexpected"):
         chain(note.step(name="a"), note.step(name="b", more=1)).enqueue()
     with refused(ValueError, "on_failure", "Did you mean .hold"):
@@ -407,6 +413,43 @@ def test_what_cannot_run_is_refused_before_anything_is_stored(steps: Steps) -> N
         Workflow("other").add(note, name="c", after=a)
     assert not Row.objects.exists()
     assert not Job.objects.exists()
+
+
+def test_a_step_that_comes_after_the_enqueue_is_refused(steps: Steps) -> None:
+    with Workflow("done") as w:
+        first = w.add(steps.note, name="a")
+        second = w.add(steps.note, name="b")
+    with refused(ValueError, "has been enqueued", "context.workflow.add"):
+        w.add(steps.note, name="late", after=first)
+    with refused(ValueError, "has been enqueued"):
+        second.after(first)
+    assert sorted(steps.run()) == ["a", "b"]
+
+
+def test_a_result_that_cannot_be_stored_fails_its_step_and_names_it(steps: Steps) -> None:
+    @job(name="flows.odd", queue="flows", max_attempts=1)
+    def odd() -> object:
+        return object()
+
+    handle = chain(odd.step(), steps.double.step()).enqueue()
+    steps.run()
+    assert handle.status == "failed"
+    assert "flows.odd" in handle.snapshot().reason
+    letter = DeadLetter.objects.get()
+    assert letter.handler == "flows.odd"
+    assert "result" in letter.error
+    assert "not JSON serializable" in letter.error
+
+
+def test_a_step_whose_arguments_have_changed_stops_the_workflow_visibly(steps: Steps) -> None:
+    from kjo_django import registry
+
+    handle = chain(steps.double.step(value=1), steps.double.step()).enqueue()
+    registry.unregister("flows.double")
+    job(name="flows.double", queue="flows", max_attempts=1)(lambda number: number)
+    steps.run()
+    assert handle.status == "failed"
+    assert "flows.double does not take this payload" in DeadLetter.objects.get().error
 
 
 def test_a_result_that_is_gone_fails_the_step_that_needs_it(steps: Steps) -> None:
