@@ -47,7 +47,8 @@ def limited() -> Iterator[Any]:
 def limiting(engine_name: str, request: Any) -> Engine:
     engine: Engine = request.getfixturevalue(engine_name)
     engine.variables["KJO_TEST_LIMITS"] = "1"
-    engine.configure(HEARTBEAT_INTERVAL=0.5, PROCESSING_TTL=5)
+    # A worker counts as dead after three heartbeats: a busy machine may be late by two.
+    engine.configure(HEARTBEAT_INTERVAL=1, PROCESSING_TTL=6)
     return engine
 
 
@@ -76,14 +77,18 @@ def test_a_rate_holds_over_four_workers_one_of_which_is_killed(
     # When
     limiting.wait_for_moment(SECONDS / 2)
     workers[0].kill()
+    killed_at = time.time()
     limiting.wait_for_moment(SECONDS / 2)
+    # An idle machine reaches 4.7 a second. A busy one is late for some, which lose their permit.
+    limiting.wait_until(
+        lambda: sum(moment.at > killed_at for moment in moments_in(path)) >= SECONDS,
+        "The rate was not used after the death of a worker",
+    )
     for worker in workers[1:]:
         assert worker.stop() == 0, worker.log_tail()
     # Then
     starts = [moment.at for moment in moments_in(path)]
     assert most_within(starts, 1.0) <= 5
-    # However slow the machine is. An idle one reaches 4.7 a second.
-    assert len(starts) >= 1.5 * SECONDS
     print(f"{len(starts)} starts within {starts[-1] - starts[0]:.1f} s")
 
 

@@ -26,7 +26,12 @@ def main() -> None:
     name, at, transport = sys.argv[1:]
     (scenario,) = (each for each in SCENARIOS if each.name == name)
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(Boundary, "die", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+
+    def die(killed: Boundary) -> None:
+        print("\n".join(killed.calls), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Boundary, "die", die)
     with (
         override_settings(KJO=kjo(transport), TASKS=TASKS),
         built(monkeypatch, lambda: None, stands=True) as world,

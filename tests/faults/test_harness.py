@@ -50,25 +50,32 @@ def test_a_simulated_death_leaves_behind_what_a_real_one_does(
     # Given one of the scenario's calls
     scenario = BY_NAME[name]
     world.queues = scenario.queues
-    assert run(world, scenario.act, None, -1) == []
-    at = random.Random(SEED).randrange(len(world.recorded))
-    print(f"call {at}, {world.recorded[at]}, seed {SEED}")
-    # When a process dies after it, really
-    path = tmp_path / "killed.sqlite3"
-    shutil.copyfile(_migrated_file, path)
-    command = [sys.executable, "-m", "tests.faults.killed", name, str(at), "database"]
-    environment = {**os.environ, "DATABASE_URL": f"sqlite:///{path}"}
-    killed = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=150, capture_output=True, text=True
-    )
-    assert killed.returncode == -9, killed.stderr
-    # And when it is simulated
-    process = world.begin(Fault.DIES_AFTER, at)
-    with pytest.raises(Died):
-        scenario.act(world, process)
-    process.bury()
-    simulated = left_behind()
-    world.end()
+    for _ in range(3):
+        assert run(world, scenario.act, None, -1) == []
+        at = random.Random(SEED).randrange(len(world.recorded))
+        print(f"call {at}, {world.recorded[at]}, seed {SEED}")
+        # When a process dies after it, really
+        path = tmp_path / "killed.sqlite3"
+        shutil.copyfile(_migrated_file, path)
+        command = [sys.executable, "-m", "tests.faults.killed", name, str(at), "database"]
+        environment = {**os.environ, "DATABASE_URL": f"sqlite:///{path}"}
+        killed = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=150, capture_output=True, text=True
+        )
+        assert killed.returncode == -9, killed.stderr
+        # And when it is simulated
+        process = world.begin(Fault.DIES_AFTER, at)
+        with pytest.raises(Died):
+            scenario.act(world, process)
+        process.bury()
+        simulated = left_behind()
+        world.end()
+        # A thread beside the steps renews leases in real time: on a busy machine that is a call
+        # more, and the call of this number another one.
+        calls = process.boundary.calls
+        if killed.stdout.splitlines() == calls:
+            break
+    assert killed.stdout.splitlines() == calls
     # Then
     with led_to(sqlite_settings(path)):
         assert simulated == left_behind()

@@ -12,6 +12,6 @@ def quick(settings, sqlite_file):
         "BACKOFF_BASE": 0.05,
         "ERROR_RECOVERY_DELAYS": {"rate_limit": 0.4},
         "POLL_INTERVAL": 0.1,
-        "HEARTBEAT_INTERVAL": 0.3,
+        "HEARTBEAT_INTERVAL": 1.0,
         "MAX_ATTEMPTS": 3,
     }
