@@ -196,7 +196,7 @@ class JobDefinition(Generic[P, R_co]):
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
         if self._unique is not None:
-            self._make_unique(row, payload)
+            self.make_unique(row, payload)
         return store([row], runtime=runtime)[0]
 
     def step(self, /, **payload: Any) -> Step:
@@ -252,14 +252,13 @@ class JobDefinition(Generic[P, R_co]):
         runtime = current_runtime()
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
-        if self._unique is not None:
-            self._make_unique(row, payload)
+        self.make_unique(row, payload)
         return row
 
-    def _make_unique(self, job: Job, payload: Mapping[str, Any]) -> None:
-        """Have ``store`` treat the job as its rule says."""
-        rule = self._unique
-        assert rule is not None
+    def make_unique(self, job: Job, payload: Mapping[str, Any]) -> None:
+        """Have ``store`` treat an unsaved job with these arguments as the options say."""
+        if (rule := self._unique) is None:
+            return
         if rule.names_jobs:
             job.unique_id = unique.unique_name(rule, self.handler, payload)
             job.key = rule.key_of(job.key, job.unique_id)

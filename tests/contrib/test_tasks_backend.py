@@ -31,7 +31,7 @@ from kjo_django.contrib.tasks.compat import (
 )
 from kjo_django.coordination.base import lease_name
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
-from kjo_django.exceptions import PayloadError
+from kjo_django.exceptions import JobExistsError, PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
 from kjo_django.operations import jobs as operations
@@ -150,6 +150,43 @@ def test_a_unique_id_is_enqueued_once(tasks: Any) -> None:
     assert sent == [first.id]
     with pytest.raises(InvalidTask, match="another job"):
         tasks.write.using(unique_id="a").enqueue("x")
+
+
+def test_a_task_is_enqueued_once_in_a_window_for_the_same_arguments(tasks: Any) -> None:
+    hourly = tasks.add.using(unique_for=timedelta(hours=1))
+    first = hourly.enqueue(1)
+    # The same arguments, however they are given; b has its default
+    again = [hourly.enqueue(a=1), hourly.enqueue(1, 1), hourly.enqueue(1, b=1)]
+    assert {result.id for result in again} == {first.id}
+    assert [result.is_new for result in (first, *again)] == [True, False, False, False]
+    other = hourly.enqueue(2)
+    same = tasks.add.using(unique_for=timedelta(hours=1), unique_by=["b"])
+    assert other.is_new
+    assert [same.enqueue(1).is_new, same.enqueue(2).is_new, same.enqueue(1, 5).is_new] == [
+        *(True, False, True)
+    ]
+    # And the result knows the options, and another task is another window
+    assert hourly.get_result(first.id).task == hourly
+    written = tasks.write.using(unique_for=timedelta(hours=1), unique_by=[])
+    assert [written.enqueue("x").is_new, written.enqueue("y").is_new] == [True, False]
+
+
+def test_of_debounced_tasks_the_last_one_runs(tasks: Any) -> None:
+    quiet = tasks.look.using(debounce=timedelta(seconds=30), unique_by=[])
+    first, last = quiet.enqueue(fail_until=2), quiet.enqueue(fail_until=0)
+    assert (last.id, last.is_new, last.kwargs) == (first.id, False, {"fail_until": 0})
+    job = Job.objects.get()
+    assert job.available_at > job.created_at + timedelta(seconds=25)
+    assert job.key
+
+
+def test_a_task_that_has_not_begun_is_replaced_or_told(tasks: Any) -> None:
+    named = tasks.add.using(unique_id="a", on_conflict="replace")
+    first, second = named.enqueue(1), named.enqueue(2)
+    assert (second.id, second.args) == (first.id, [2])
+    assert tasks.add.get_result(first.id).args == [2]
+    with pytest.raises(JobExistsError):
+        tasks.add.using(unique_id="a", on_conflict="raise").enqueue(3)
 
 
 def test_a_priority_is_stored_with_the_job_and_the_result_knows_it(tasks: Any) -> None:

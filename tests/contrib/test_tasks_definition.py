@@ -17,6 +17,8 @@ pytest.importorskip(
 from kjo_django.contrib.tasks import KJOTask, compat, task
 from tests.contrib import conftest
 
+HOUR = timedelta(hours=1)
+
 
 def test_the_decorator_takes_the_options_everywhere(tasks: Any) -> None:
     assert isinstance(tasks.hang, KJOTask)
@@ -49,11 +51,36 @@ def test_using_takes_them_too_and_nothing_else(tasks: Any) -> None:
         ("expires", timedelta(0)),
         ("result_ttl", 60),
         ("atomic", 1),
+        ("unique_for", -1),
+        ("unique_by", 7),
+        ("debounce", timedelta(0)),
+        ("debounce_max", "a minute"),
+        ("on_conflict", "never"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(tasks: Any, name: str, value: Any) -> None:
     with pytest.raises(compat.InvalidTask, match=name):
         tasks.add.using(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"unique_for": HOUR, "debounce": HOUR}, "unique_for or debounce, not both"),
+        ({"unique_for": HOUR, "unique_id": "a"}, "Give id, or unique_for"),
+        ({"unique_by": ["a"]}, "unique_by needs unique_for or debounce"),
+        ({"unique_for": HOUR, "unique_by": ["c"]}, "unique_by='c' is not an argument"),
+        ({"debounce": HOUR, "on_conflict": "raise"}, "debounce replaces the job that waits"),
+        ({"debounce": HOUR, "debounce_max": HOUR / 2}, "must not be shorter than debounce"),
+    ],
+)
+def test_options_of_windows_that_contradict_each_other_are_refused(
+    tasks: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(compat.InvalidTask, match=says):
+        tasks.add.using(**options)
+    with pytest.raises(compat.InvalidTask, match=says):
+        task(**options)(tasks.add.func)
 
 
 def test_where_the_framework_pickles_so_do_ours(tasks: Any) -> None:

@@ -477,3 +477,34 @@ def test_an_id_no_database_keeps_is_nobodys(id) -> None:
     assert queue.get_result(id, "none") == "none"
     assert queue.update_result_ttl(id, 1000) == "not_found"
     assert (queue.cancel(id), queue.retry(id)) == ("not_found", "not_found")
+
+
+# --- A job of the same id -------------------------------------------------------------------------
+
+
+def test_a_job_that_has_not_begun_is_replaced(queue: Queue) -> None:
+    first = queue.enqueue("a", 1)
+    second = queue.enqueue("a", 2, on_conflict="replace", max_attempts=7)
+    assert (second.status, second.existing_state, second.is_new) == ("replaced", "queued", False)
+    assert second.job_id == first.job_id
+    row = Job.objects.get()
+    assert (row.payload, row.max_attempts) == (b"2", 7)
+    # And one of another id is stored
+    assert queue.enqueue("b", 1, on_conflict="replace").status == "queued"
+
+
+def test_a_job_that_has_ended_is_kept(queue: Queue) -> None:
+    queue.handler(lambda job: job.payload)
+    queue.enqueue("a", 1)
+    drain()
+    answer = queue.enqueue("a", 2, on_conflict="replace")
+    assert (answer.status, answer.result) == ("completed", 1)
+
+
+def test_a_job_of_the_same_id_may_be_an_error(queue: Queue) -> None:
+    first = queue.enqueue("a", 1)
+    with pytest.raises(exceptions.JobExistsError) as raised:
+        queue.enqueue("a", 2, on_conflict="raise")
+    assert (raised.value.job_id, raised.value.existing_state) == (str(first.job_id), "queued")
+    with pytest.raises(ValueError, match="on_conflict must be one of"):
+        queue.enqueue("a", 2, on_conflict="never")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.apps import apps
 from django.core.exceptions import SuspiciousOperation
 from django.utils import timezone
 from django.utils.module_loading import import_string
@@ -25,6 +26,7 @@ from kjo_django.contrib.tasks.compat import (
     task_backends,
 )
 from kjo_django.exceptions import MessageError, PermanentError
+from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.values import attempts, duration, lifetime, refuse_unknown
 
 
@@ -60,6 +62,22 @@ def _lifetime(value: Any) -> timedelta:
     return lifetime(value)
 
 
+UNIQUE = ("unique_for", "unique_by", "debounce", "debounce_max", "on_conflict")
+"""The options that say what an enqueue does about earlier ones."""
+
+
+def _of_unique(name: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        # A task that is declared before models are loaded is checked when it is enqueued.
+        if not apps.models_ready:
+            return value
+        from kjo_django.enqueue import unique
+
+        return unique.CHECKS[name](value)
+
+    return check
+
+
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "max_attempts": attempts,
     "timeout": duration,
@@ -68,6 +86,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "expires": _end,
     "result_ttl": _lifetime,
     "atomic": _flag,
+    **{name: _of_unique(name) for name in UNIQUE},
 }
 """The type of each option of a task; the backend's ``OPTIONS`` have these types, too."""
 
@@ -90,6 +109,17 @@ class KJOTask(Task):  # type: ignore[type-arg]
     """How long its result and its errors are kept."""
     atomic: bool | None = None
     """False: run outside the transaction that records the outcome."""
+    unique_for: timedelta | None = None
+    """Of the enqueues with the same arguments, one in so long a time stores a job."""
+    unique_by: Sequence[str] | None = None
+    """The arguments that ``unique_for`` and ``debounce`` compare; all if not given."""
+    debounce: timedelta | None = None
+    """Due once no further enqueue with the same arguments has come for so long."""
+    debounce_max: timedelta | None = None
+    """A debounced task is due so long after the first enqueue at the latest."""
+    on_conflict: str | None = None
+    """What an enqueue does that meets a job of its id or window: ``keep`` it, ``replace`` it if it
+    has not begun, or ``raise`` ``JobExistsError``."""
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
@@ -99,6 +129,11 @@ class KJOTask(Task):  # type: ignore[type-arg]
                     check(value)
                 except (TypeError, ValueError) as error:
                     raise InvalidTask(f"{name} must be {error}, not {value!r:.80}") from None
+        if any(getattr(self, name) is not None for name in UNIQUE) and apps.models_ready:
+            try:
+                unique_definition(self)
+            except ValueError as error:
+                raise InvalidTask(str(error)) from None
         # Not super(): a dataclass with slots is another class than the one super() would know.
         Task.__post_init__(self)
 
@@ -180,6 +215,25 @@ def changed_options(task: Any) -> dict[str, Any]:
     """Return a task's own options that are set and can be stored."""
     given = {name: getattr(task, name, None) for name in CHECKS}
     return {name: v for name, v in given.items() if v is not None and not callable(v)}
+
+
+def own_options(task: Any) -> dict[str, Any]:
+    """Return what a task says of the identity of its jobs, and when they are due."""
+    unique_id, run_at = getattr(task, "unique_id", None), task.run_after
+    return {"id": unique_id, "run_at": run_at, **{n: getattr(task, n, None) for n in UNIQUE}}
+
+
+def unique_definition(task: Any, options: Any = None) -> Any:
+    """Return a ``JobDefinition`` that says what an enqueue of a task does about earlier ones.
+
+    :param options: of the enqueue; the task's own if not given.
+    :raises ValueError: two options contradict each other, or one means nothing.
+    """
+    from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
+
+    own = HandlerOptions(task.module_path, takes_context=task.takes_context)
+    given = options or EnqueueOptions(**own_options(task))
+    return JobDefinition(Handler(task.func, own), given)
 
 
 def restored(task: Any, **changes: Any) -> Any:

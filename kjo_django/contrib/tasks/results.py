@@ -27,12 +27,15 @@ from kjo_django.contrib.tasks.definition import (
     PLAIN,
     TASK,
     TIMEOUT,
+    UNIQUE,
     KJOTaskContext,
     KJOTaskResult,
     TaskCall,
     changed_options,
     find_task,
+    own_options,
     restored,
+    unique_definition,
 )
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
@@ -143,9 +146,8 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
     if timeout is not None:
         headers[TIMEOUT] = repr(duration(timeout).total_seconds())
     options = EnqueueOptions(
-        id=getattr(task, "unique_id", None),
+        **own_options(task),
         key=str(key(*args, **kwargs)) if callable(key) else key,
-        run_at=task.run_after,
         expires_at=expires,
         priority=task.priority,
         max_attempts=backend.default(task, "max_attempts"),
@@ -160,10 +162,28 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         "using": _written(task),
     }
     declared = HandlerOptions(name=NAME, queue=task.queue_name)
-    return new_job(options, declared, options.key or "", dumped(payload, JSON), current_runtime())
+    data = dumped(payload, JSON)
+    job = new_job(options, declared, options.key or "", data, current_runtime())
+    if any(getattr(options, name) is not None for name in UNIQUE):
+        unique_definition(task, options).make_unique(job, _arguments(task, args, kwargs))
+    return job
 
 
-_TIMES = ("expires", "result_ttl", "run_after", "timeout")
+def _arguments(task: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names, without the context."""
+    signature = inspect.signature(task.func)
+    first = (None,) if task.takes_context else ()
+    bound = signature.bind(*first, *args, **kwargs).arguments
+    named = {name: bound[name] for name in list(bound)[len(first) :]}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+_TIMES = (
+    *("expires", "result_ttl", "run_after", "timeout", "unique_for", "debounce", "debounce_max"),
+)
 
 
 def _written(task: Any) -> dict[str, Any]:
@@ -188,7 +208,7 @@ def _restored_task(task: Any, call: TaskCall, queue: str) -> Any:
     for name, value in call.using.items():
         if isinstance(value, str) and name in _TIMES:
             value = parse_duration(value) if value.startswith("P") else parse_datetime(value)
-        changes[name] = value
+        changes[name] = tuple(value) if isinstance(value, list) else value
     return restored(task, **changes)
 
 

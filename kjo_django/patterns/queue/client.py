@@ -18,6 +18,7 @@ from kjo_django.conf import declare_queue, declared_queues, get_settings, settin
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import milliseconds, store
+from kjo_django.enqueue.unique import rule_for_ids
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
     NO_RESULT,
@@ -53,7 +54,7 @@ _HANDLER_OPTIONS = frozenset({"atomic", "timeout", "after_execution"})
 _ENQUEUE_OPTIONS = frozenset(
     {
         *("retry_failed", "max_attempts", "result_ttl", "delay", "run_at", "expires_at", "key"),
-        *("headers", "correlation_id", "serializer", "priority"),
+        *("headers", "correlation_id", "serializer", "priority", "on_conflict"),
     }
 )
 
@@ -62,10 +63,11 @@ _ENQUEUE_OPTIONS = frozenset(
 class EnqueueResult:
     """The answer to ``Queue.enqueue``; duplicates are answers, never exceptions."""
 
-    status: Literal["queued", "duplicate", "completed"]
+    status: Literal["queued", "replaced", "duplicate", "completed"]
     job_id: uuid.UUID
     existing_state: str | None = None
-    """Of a duplicate: queued, processing, failing, completed or failed."""
+    """Of a duplicate: queued, processing, failing, completed or failed. Of a replaced one: what it
+    was."""
     result: Any = None
     """Of a completed one: its cached result."""
 
@@ -261,7 +263,9 @@ class Queue:
             ``duplicate`` until its error expires.
         :param options: ``max_attempts``, ``result_ttl`` (timedelta or whole milliseconds),
             ``delay``, ``run_at``, ``expires_at``, ``key``, ``priority``, ``headers``,
-            ``correlation_id``, ``serializer``.
+            ``correlation_id``, ``serializer``, and ``on_conflict``: ``keep`` the job of this id,
+            ``replace`` its payload and options if it has not begun, or ``raise``.
+        :raises JobExistsError: there is a job of this id, and ``on_conflict`` is ``raise``.
         """
         refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
         return self._store(self.build(id, payload, **options), retry_failed)
@@ -327,7 +331,7 @@ class Queue:
         answer = self._store(job, retry_failed)
         if answer.status == "completed":
             return True, answer.result
-        if answer.is_new:
+        if answer.status in ("queued", "replaced"):
             is_called = waiter.channel is not None
             return False, Awaited(answer.job_id, id, job.created_at, is_called)
         if answer.existing_state == "failed":
@@ -345,7 +349,6 @@ class Queue:
         result = None if answer.cached_result is NO_RESULT else answer.cached_result
         said = answer.answer
         assert said is not None
-        assert said != "replaced"  # messages of queues have no such rule
         return EnqueueResult(said, answer.job_id, state, result)
 
     def _store_anew(self, job: Job) -> list[JobHandle[Any]]:
@@ -496,6 +499,7 @@ class JobBuilder:
         reply_to: str | None = None,
         key: str | None = None,
         priority: int | None = None,
+        on_conflict: str | None = None,
         delay: timedelta | float | None = None,
         run_at: datetime | None = None,
         expires_at: datetime | None = None,
@@ -511,6 +515,7 @@ class JobBuilder:
             id=id,
             key=key,
             priority=priority,
+            on_conflict=on_conflict,
             delay=cast("timedelta | None", delay),
             run_at=run_at,
             expires_at=expires_at,
@@ -527,7 +532,10 @@ class JobBuilder:
             serializer=serializer or self._serializer,
         )
         data = dumped(payload, declared.serializer)
-        return new_job(options, declared, key or "", data, current_runtime())
+        job = new_job(options, declared, key or "", data, current_runtime())
+        if (rule := rule_for_ids(options)) is not None:
+            rule.apply_to(job)
+        return job
 
 
 # --- Working in this process ----------------------------------------------------------------------
