@@ -201,10 +201,11 @@ class Ticker:
             of_row = [next(answers) for _ in jobs[row.pk]]
             _note_answers(row, of_row)
             self.stored_count += sum(answer.is_new for answer in of_row)
-        due = Schedule.objects.using(self._runtime.database).filter(next_at__lte=now)
-        if due.bulk_update(rows, _CHANGED) != len(rows):
-            # Only where a database locks no rows.
-            raise StorageError("Others have stored these ticks at the same time")
+        # Each row is there: it is locked, and where a database locks no rows, all of it is. So this
+        # only updates. As one UPDATE, with a CASE for each column, it took five times as long.
+        Schedule.objects.using(self._runtime.database).bulk_create(
+            rows, update_conflicts=True, unique_fields=["id"], update_fields=_CHANGED
+        )
 
     def _record_problem(self, row: Schedule, problem: str) -> None:
         """Write down why a tick could not be stored, once; the tick stays due."""
