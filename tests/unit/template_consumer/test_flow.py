@@ -10,7 +10,7 @@ import pytest
 
 from kjo_django import AbstractConsumer
 from kjo_django.exceptions import RateLimitExceededError
-from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
@@ -186,6 +186,7 @@ def test_a_success_hook_that_raises_leaves_the_item_completed(quick, atomic, cap
     send(Item.objects.create())
     work()
     assert Item.objects.get().state == 2
+    assert list(JobFailure.objects.values_list("error", flat=True)) == []
     assert len(made.calls) == 1
     assert "clumsy" in caplog.text
     assert not Job.objects.exists()
