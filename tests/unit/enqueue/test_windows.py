@@ -456,7 +456,7 @@ def test_the_decorator_refuses_the_same():
     def refund(order, country=""): ...
 
     for options, says in (
-        ({"debounce": 5}, "job(debounce=5): debounce must be a positive timedelta"),
+        ({"debounce": 0}, "job(debounce=0): debounce must be a positive timedelta"),
         ({"on_conflict": "x"}, "job(on_conflict='x'): on_conflict must be one of"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
