@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from django.db import connections, transaction
+from django.db.models import Max
 
 from kjo_django import registry
-from tests.acceptance.engine import Engine, Servers
+from kjo_django.models import NEVER, HeldJob, TransportMessage
+from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
+from tests.ledger import jobs
 from tests.services import RedisServer
 
 pytestmark = pytest.mark.timeout(240)
@@ -119,8 +125,8 @@ def test_slots_hold_over_four_workers_one_of_which_is_lost(
     # Given three slots, all of them taken
     path = tmp_path / "runs"
     workers = {w.pid: w for w in [limiting.ready_worker("--concurrency", "4") for _ in range(4)]}
-    jobs = [{"tenant": "acme", "path": str(path), "seconds": 1.0}] * 24
-    limited.occupy_slot.enqueue_many(jobs)
+    payloads = [{"tenant": "acme", "path": str(path), "seconds": 1.0}] * 24
+    limited.occupy_slot.enqueue_many(payloads)
     limiting.wait_until(lambda: len(moments_in(path)) >= 3, "The slots were not taken")
     # When a worker that has one is lost
     pid = moments_in(path)[-1].pid
@@ -198,3 +204,80 @@ def test_limits_hold_while_redis_is_away_and_after_it_has_lost_its_data(
     assert [moment for moment in begun if moment > back]
     for worker in workers:
         assert worker.stop() == 0, worker.log_tail()
+
+
+@pytest.mark.long
+@pytest.mark.postgres
+def test_ten_thousand_waiting_jobs_cost_next_to_nothing_and_delay_no_others(
+    postgres: Engine, limited: Any, tmp_path: Path
+) -> None:
+    # Given an idle worker
+    postgres.variables["KJO_TEST_LIMITS"] = "1"
+    worker = postgres.ready_worker()
+    before = cost_of(postgres, worker, 15.0)
+    # When some jobs wait in line, and as many behind them as make ten thousand
+    path = tmp_path / "starts"
+    limited.start_rarely.enqueue_many([{"path": str(path)}] * 20)
+    waiting = HeldJob.objects.using(ALIAS)
+    postgres.wait_until(lambda: waiting.count() >= 19, "They are not in line")
+    first = waiting.order_by("id").first()
+    assert first is not None
+    messages = TransportMessage.objects.using(ALIAS)
+    last = messages.aggregate(last=Max("id"))["last"] or 0
+    with transaction.atomic(using=ALIAS):
+        answers = limited.start_rarely.enqueue_many([{"path": str(path)}] * 9_980)
+        ids = [answer.job_id for answer in answers]
+        postgres.jobs.filter(pk__in=ids).update(available_at=NEVER)
+        messages.filter(id__gt=last).delete()
+        rows = {"limit": first.limit, "queue": first.queue, "generation": 1, "rank": 0}
+        waiting.bulk_create(
+            HeldJob(job_id=id, waiting_since=first.waiting_since, **rows) for id in ids
+        )
+    assert waiting.count() >= 9_999
+    postgres.wait_for_moment(3)
+    after = cost_of(postgres, worker, 15.0)
+    # Then that is what it costs
+    print(f"idle: {before}; while they wait: {after}")
+    assert after.cpu < before.cpu + 0.05
+    assert after.transactions < before.transactions + 20
+    # And others start at once
+    delays = [delay_of(postgres, f"other {number}") for number in range(10)]
+    print(f"others after {sorted(delays)} s")
+    assert statistics.median(delays) < 1
+    assert len(moments_in(path)) == 1
+    assert worker.stop() == 0, worker.log_tail()
+
+
+class Cost(NamedTuple):
+    cpu: float
+    """The worker's share of a core."""
+    transactions: float
+    """Of the database in a second, this process's look included."""
+
+
+def cost_of(engine: Engine, worker: Program, seconds: float) -> Cost:
+    """Return what a worker costs, whatever else the machine does."""
+
+    def look() -> tuple[float, int]:
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        with connections[ALIAS].cursor() as cursor:
+            cursor.execute("SELECT pg_stat_clear_snapshot()")
+            cursor.execute(
+                "SELECT xact_commit + xact_rollback FROM pg_stat_database "
+                "WHERE datname = current_database()"
+            )
+            return ticks / os.sysconf("SC_CLK_TCK"), cursor.fetchone()[0]
+
+    first = look()
+    engine.wait_for_moment(seconds)
+    last = look()
+    return Cost(*((b - a) / seconds for a, b in zip(first, last, strict=True)))
+
+
+def delay_of(engine: Engine, name: str) -> float:
+    """Return after how many seconds a job without a limit has run that is enqueued now."""
+    began = time.monotonic()
+    jobs.write.enqueue(job=name)
+    engine.wait_until(lambda: engine.entries.filter(job=name).exists(), f"{name} did not run", 400)
+    return time.monotonic() - began

@@ -26,6 +26,12 @@ def start_rated_in_transaction(path: str) -> None:
     _note_moment(path, "start")
 
 
+@job(queue="ledger", rate="1/h", atomic=False)
+def start_rarely(path: str) -> None:
+    """Note when it starts."""
+    _note_moment(path, "start")
+
+
 @job(queue="ledger", concurrency=3, concurrency_key="tenant", atomic=False)
 def occupy_slot(tenant: str, path: str, seconds: float) -> None:
     """Note when it starts and ends."""
