@@ -224,12 +224,11 @@ class Retry(KjoError):
     delay: timedelta | None = None
 
     def __init__(self, message: str = "retry requested", *, delay: Delay | None = None) -> None:
-        given = delay
         if isinstance(delay, (int, float)) and not isinstance(delay, bool):
             with suppress(OverflowError, ValueError):
                 delay = timedelta(seconds=delay)
         if delay is not None and not isinstance(delay, timedelta):
-            raise TypeError(f"Retry: delay must be a timedelta or number of seconds, not {given!r}")
+            raise TypeError(f"Retry: delay must be a timedelta or number of seconds, not {delay!r}")
         super().__init__(message)
         self.delay = delay
 

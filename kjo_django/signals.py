@@ -8,7 +8,7 @@ signal                 keyword arguments
 =====================  ===========================================================================
 job_enqueued           job_id, unique_id, queue, handler
 job_completed          job_id, unique_id, queue, handler, result, attempt, seconds
-job_retried            job_id, unique_id, queue, handler, error, attempt, retry_at
+job_retried            job_id, unique_id, queue, handler, error, attempt, retry_at, seconds
 job_failed             job_id, unique_id, queue, handler, error, attempt, reason
 job_stalled            job_id, unique_id, queue, handler, attempt
 job_cancelled          job_id, unique_id, queue, handler

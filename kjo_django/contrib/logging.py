@@ -1,18 +1,29 @@
-"""Log records that know their job: whatever logs while a handler runs, however deep below it.
+"""Log records that know their job: whatever logs while a handler runs, however deep below it. And
+a line for each start and end of a job, for those who want to read along.
 
 LOGGING = {
     "filters": {"job": {"()": "kjo_django.contrib.logging.JobContextFilter"}},
+    "formatters": {"json": {"()": "kjo_django.contrib.logging.JsonFormatter"}},
     "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["job"], ...}},
     ...
 }
+KJO = {"MIDDLEWARE": ["kjo_django.contrib.logging.log_jobs"], ...}
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
+from inspect import iscoroutinefunction
 from typing import Any
 
-from kjo_django import tracing
+from django.core.exceptions import MiddlewareNotUsed
+from django.utils.decorators import sync_and_async_middleware
+
+from kjo_django import signals, tracing
+from kjo_django.exceptions import text_of
+from kjo_django.messages.serializers import one_line
 from kjo_django.running_job import running, worker_name
 
 FIELDS = (
@@ -49,3 +60,93 @@ class JobContextFilter(logging.Filter):
                 value = facts.get(name)
                 setattr(record, name, self._default if value in (None, "") else value)
         return True
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes each record as one JSON object on a line: time, level, logger, message, and of
+    ``FIELDS`` and ``seconds`` those that apply."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in (*FIELDS, "seconds"):
+            if (value := getattr(record, name, None)) not in (None, ""):
+                line[name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+# --- A line for each start and end ----------------------------------------------------------------
+
+jobs = logging.getLogger("kjo_django.jobs")
+MOST_OF_AN_ERROR = 500
+"""Characters of an error's text in a line."""
+
+
+@sync_and_async_middleware
+def log_jobs(call_next: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Log a line for each start, end and failed attempt of a job, to ``kjo_django.jobs``.
+
+    It is for ``KJO["MIDDLEWARE"]``, the first of it. Starts and ends are INFO, failed attempts
+    WARNING; a dead letter's line is there without it. Ends are logged when they are committed. What
+    the logger does not take when a handler is first called costs nothing from then on.
+    """
+    signals.job_retried.connect(_log_retry, weak=False, dispatch_uid="kjo_log_jobs")
+    if not jobs.isEnabledFor(logging.INFO):
+        raise MiddlewareNotUsed
+    signals.job_completed.connect(_log_completion, weak=False, dispatch_uid="kjo_log_jobs")
+    signals.job_cancelled.connect(_log_cancellation, weak=False, dispatch_uid="kjo_log_jobs")
+
+    def middleware(context: Any) -> Any:
+        _log_start(context)
+        return call_next(context)
+
+    async def on_loop(context: Any) -> Any:
+        _log_start(context)
+        return await call_next(context)
+
+    return on_loop if iscoroutinefunction(call_next) else middleware
+
+
+def _log_start(context: Any) -> None:
+    for run in getattr(context, "items", [context]):
+        facts = {**run.log_fields}
+        facts |= {"job_id": run.job_id, "handler": run.handler, "attempt": run.attempt}
+        _log(logging.INFO, "Started", facts | {"queue": run.queue})
+
+
+def _log_completion(*, seconds: float, **facts: Any) -> None:
+    _log(logging.INFO, "Completed", facts, seconds)
+
+
+def _log_retry(*, seconds: float, error: BaseException, retry_at: Any, **facts: Any) -> None:
+    told = f"{type(error).__name__}: {text_of(error)[:MOST_OF_AN_ERROR]}" if error else "no error"
+    then = f", again at {retry_at:%Y-%m-%d %H:%M:%S} UTC" if retry_at else ""
+    _log(logging.WARNING, "Failed", facts, seconds, f"{then}: {told}")
+
+
+def _log_cancellation(**facts: Any) -> None:
+    _log(logging.INFO, "Cancelled", facts)
+
+
+def _log(
+    level: int, what: str, facts: dict[str, Any], seconds: float | None = None, then: str = ""
+) -> None:
+    """Log one line about a job.
+
+    :param then: what follows.
+    """
+    attempt = f", attempt {facts['attempt']}" if facts.get("attempt") else ""
+    lasted = "" if seconds is None else f" in {seconds:.3f} s"
+    where = f"(queue {facts['queue']}{attempt}){lasted}"
+    line = one_line(f"{what} {facts['handler']} {facts['job_id']} {where}{then}")
+    extra = {name: facts[name] for name in FIELDS if facts.get(name) is not None}
+    if seconds is not None:
+        extra["seconds"] = round(seconds, 6)
+    jobs.log(level, "%s", line, extra=extra)

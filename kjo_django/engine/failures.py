@@ -277,11 +277,13 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         count_ended(runtime, steps)
     for attempt in attempts:
         if attempt.ending is Ending.DEAD:
-            message, position = attempt.delivery.message, attempt.delivery.record.position
-            line = f"{message.id if message else position}: {attempt.reason}"
+            message, facts = attempt.delivery.message, _facts(attempt)
+            which = message.id if message else attempt.delivery.record.position
+            where = f"(queue {facts['queue']}, attempt {attempt.number}, {attempt.seconds:.3f} s)"
+            line = f"{facts['handler']} {which} {where}: {attempt.reason}: ".lstrip()
             # One line, whatever others wrote.
-            line = one_line(f"{line}: {error_text(attempt.error)}")
-            logger.error("Dead-lettered %s", line, extra=_facts(attempt))
+            line = one_line(line + error_text(attempt.error))
+            logger.error("Dead-lettered %s", line, extra=facts)
 
 
 def _was_recorded(using: str, attempt: Attempt) -> bool:

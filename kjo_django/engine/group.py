@@ -937,6 +937,7 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
             facts |= {**number, "result": result_of(attempt), "seconds": attempt.seconds}
         elif ending is Ending.RETRIED:
             facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}
+            facts["seconds"] = attempt.seconds
         elif ending is Ending.DEAD:
             facts |= {**number, "error": attempt.error, "reason": str(attempt.reason)}
         if ending in _SIGNALS:

@@ -26,7 +26,7 @@ from kjo_django.enqueue.storing import (
     store_alike,
     too_large,
 )
-from kjo_django.exceptions import PayloadError
+from kjo_django.exceptions import Delay, PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import Serializer, storable_text
@@ -52,8 +52,6 @@ from kjo_django.values import (
 
 Coro = Coroutine[Any, Any, R]
 """What a call of a coroutine function returns."""
-Duration = timedelta | float
-"""A time that somebody gives: a timedelta, or a number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,8 +422,8 @@ class JobOptions(TypedDict, total=False):
     key: str | Callable[..., Any] | None
     priority: int
     max_attempts: int | None
-    timeout: Duration | None
-    backoff: OwnBackoff | Duration | Sequence[Duration] | None
+    timeout: Delay | None
+    backoff: OwnBackoff | Delay | Sequence[Delay] | None
     retry_on: type[BaseException] | Sequence[type[BaseException]]
     give_up_on: type[BaseException] | Sequence[type[BaseException]]
     result_ttl: timedelta | None
@@ -440,10 +438,10 @@ class JobOptions(TypedDict, total=False):
     redact: Sequence[str]
     schedule: str | timedelta | Mapping[str, Any] | None
     timezone: str | None
-    unique_for: Duration | None
+    unique_for: Delay | None
     unique_by: Sequence[str] | None
-    debounce: Duration | None
-    debounce_max: Duration | None
+    debounce: Delay | None
+    debounce_max: Delay | None
     on_conflict: Literal["keep", "replace", "raise"] | None
 
 

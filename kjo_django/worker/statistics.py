@@ -99,6 +99,11 @@ class Statistics(PeriodicDuty):
                     bucket.waits[bisect_right(UPPER_MILLISECONDS, waited * 1000)] += 1
                     bucket.wait_seconds += waited
 
+    def totals(self) -> tuple[int, int, int]:
+        """Return how many attempts have run, how many of them died, and how many are retried."""
+        with self._lock:
+            return self.processed, self.failed, self.retried
+
     def skip(self, queue: QueueConf) -> None:
         """Count a record that was meant for others."""
         minute = self._clock.now().replace(second=0, microsecond=0)

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 from asgiref.sync import sync_to_async
 
-from kjo_django import PermanentError, running_job
+from kjo_django import PermanentError, running_job, signals
 from kjo_django.contrib.logging import FIELDS, JobContextFilter
+from kjo_django.engine.group import send_signals
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import KJO, as_job, benched
+from tests.unit.pipeline.bench import reconfigured
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "logging.md"
 SECRET = "ada@example.com"
@@ -225,18 +227,81 @@ def test_a_trace_nobody_can_read_is_none(bench, lines):
     assert lines.one("here")["trace_id"] is None
 
 
+# --- A line for each start and end ----------------------------------------------------------------
+
+
+@pytest.fixture
+def speaking(settings, bench, monkeypatch):
+    """A worker with the middleware that logs each start and end."""
+    path = "kjo_django.contrib.logging.log_jobs"
+    made = reconfigured(settings, bench, MIDDLEWARE=[path])
+    monkeypatch.setattr(made.pipeline, "_listeners", [made.outcomes.extend, send_signals])
+    yield made
+    made.close()
+    for signal in (signals.job_completed, signals.job_retried, signals.job_cancelled):
+        signal.disconnect(dispatch_uid="kjo_log_jobs")
+
+
+def of_jobs(lines):
+    return [record for record in lines.records if record.name == "kjo_django.jobs"]
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=["atomic", "outside"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_each_start_and_end_and_failure_is_a_line(speaking, lines, options, is_async):
+    # Given
+    def fails_once(name):
+        if name == "a" and len(of_jobs(lines)) < 2:
+            raise ValueError("not\nyet")
+
+    async def afails_once(name):
+        fails_once(name)
+
+    handler = afails_once if is_async else fails_once
+    definition = as_job(handler, "bench.pay", max_attempts=2, **options)
+    job_id = str(definition.enqueue(name="a").job_id)
+    # When
+    speaking.run_until_done()
+    # Then
+    found = of_jobs(lines)
+    texts = [re.sub(r"\d+\.\d{3} s", "0.1 s", record.getMessage()) for record in found]
+    which = f"bench.pay {job_id} (queue ledger, attempt"
+    assert texts[0] == f"Started {which} 1)"
+    failed = re.escape(f"Failed {which} 1) in 0.1 s, again at ")
+    assert re.fullmatch(failed + r".* UTC: ValueError: not\\nyet", texts[1])
+    assert texts[2:] == [f"Started {which} 2)", f"Completed {which} 2) in 0.1 s"]
+    assert [record.levelname for record in found] == ["INFO", "WARNING", "INFO", "INFO"]
+    assert all(record.job_id == job_id and record.queue == "ledger" for record in found)
+    assert found[3].seconds >= 0 and not hasattr(found[2], "seconds")
+
+
+def test_a_dead_letters_line_names_handler_queue_attempt_and_seconds(bench, lines):
+    job_id = ledger.refuse.enqueue(job="a").job_id
+    bench.run()
+    (found,) = [r for r in lines.records if "Dead-lettered" in r.getMessage()]
+    which = f"Dead-lettered ledger.refuse {job_id} (queue ledger, attempt 1, "
+    assert re.match(re.escape(which) + r"\d\.\d{3} s\): ", found.getMessage())
+
+
+def test_a_logger_that_takes_no_information_costs_no_start_and_no_completion(speaking, lines):
+    logging.getLogger("kjo_django.jobs").setLevel(logging.WARNING)
+    try:
+        as_job(lambda: None).enqueue()
+        speaking.run()
+        assert of_jobs(lines) == [] and not signals.job_completed.receivers
+    finally:
+        logging.getLogger("kjo_django.jobs").setLevel(logging.NOTSET)
+
+
 # --- The page -------------------------------------------------------------------------------------
 
 
 def test_the_pages_example_is_run(bench, monkeypatch):
     """The settings and the formatter, as they are printed."""
-    setting, formatter = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    setting, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict = {}
     exec(setting, names)
-    exec(formatter, names)
     config, out = names["LOGGING"], io.StringIO()
-    assert config["formatters"]["json"]["()"] == "mysite.logs.JsonFormatter"
-    config["formatters"]["json"]["()"] = names["JsonFormatter"]
     config["handlers"]["console"]["stream"] = out
     root = logging.getLogger()
     before, level = list(root.handlers), root.level

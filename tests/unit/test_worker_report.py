@@ -50,8 +50,7 @@ def printed(**changes):
         ),
         statistics=SimpleNamespace(
             processed=facts["processed"],
-            failed=facts["failed"],
-            retried=facts["retried"],
+            totals=lambda: (facts["processed"], facts["failed"], facts["retried"]),
             uptime=facts["uptime"],
             started_at=timezone.localtime().replace(hour=10, minute=45),
         ),
