@@ -249,7 +249,7 @@ def two_hundred_steps():
     with Workflow("many") as workflow:
         steps = [workflow.add(fetch)]
         for number in range(1, 200):
-            before = {number * 7919 % number, max(0, number - 1 - number % 13)}
+            before = {number * 7919 % 193 % number, max(0, number - 1 - number % 13)}
             steps.append(workflow.add(load, part=number, after=[steps[n] for n in before]))
     return WorkflowRow.objects.get()
 
@@ -258,7 +258,8 @@ def two_hundred_steps():
     ("make", "count"), [(lambda: many_alike(1), 3), (two_hundred_steps, 200)], ids=["3", "200"]
 )
 def test_a_graph_is_shown_within_three_tenths_of_a_second(operator, make, count):
-    assert_quick(operator(*READING), make(), count)
+    text = assert_quick(operator(*READING), make(), count)
+    assert text.count('class="kjo-front"') > 0.7 * count  # few of them are alike
 
 
 @pytest.mark.timeout(120)

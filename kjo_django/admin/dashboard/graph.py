@@ -361,7 +361,7 @@ def _outline(layout: _Layout, line: Sequence[int]) -> str:
 
     def point(along: float, across: float) -> str:
         x, y = (across, along) if form.is_upright else (along, across)
-        return f"{x:.1f} {y:.1f}"
+        return f"{x:.0f} {y:.0f}"
 
     parts = []
     for start, end in pairwise(line):
@@ -382,9 +382,9 @@ def _box(node: Node, form: Form, along: float, across: float, waits: list[str]) 
     waits_for = _("waits for %s") % some(waits) if waits else ""
     spoken = "; ".join(filter(None, (f"{node.name}: {states_of(node)}", waits_for)))
     arrow = (
-        f"M{x + form.width / 2 - 4:.1f} {y - 6:.1f}h8l-4 6z"
+        f"M{x + form.width / 2 - 4:.0f} {y - 6:.0f}h8l-4 6z"
         if form.is_upright
-        else f"M{x - 6:.1f} {y + form.height / 2 - 4:.1f}v8l6 -4z"
+        else f"M{x - 6:.0f} {y + form.height / 2 - 4:.0f}v8l6 -4z"
     )
     detail = label
     if total > 1:
@@ -398,14 +398,14 @@ def _box(node: Node, form: Form, along: float, across: float, waits: list[str]) 
         "state": state,
         "url": node.url,
         "is_stack": total > 1,
-        "x": f"{x:.1f}",
-        "y": f"{y:.1f}",
+        "x": f"{x:.0f}",
+        "y": f"{y:.0f}",
         "width": str(form.width),
         "height": str(form.height),
-        "behind": (f"{x + 3:.1f}", f"{y + 3:.1f}"),
-        "text_x": f"{x + 12:.1f}",
-        "name_y": f"{y + 21:.1f}",
-        "detail_y": f"{y + 37:.1f}",
+        "behind": (f"{x + 3:.0f}", f"{y + 3:.0f}"),
+        "text_x": f"{x + 12:.0f}",
+        "name_y": f"{y + 21:.0f}",
+        "detail_y": f"{y + 37:.0f}",
         "arrow": arrow if waits else "",
         "bar": _bar(node, form, x, y) if total > 1 else [],
     }
@@ -418,10 +418,10 @@ def _bar(node: Node, form: Form, x: float, y: float) -> list[dict[str, str]]:
     for state in (ENDED_WELL, *BY_WEIGHT):
         share = width * node.counts.get(state, 0) / total
         if share:
-            parts.append({"state": state, "x": f"{at:.1f}", "width": f"{share:.2f}"})
+            parts.append({"state": state, "x": f"{at:.0f}", "width": f"{share:.2f}"})
             at += share
     for part in parts:
-        part["y"] = f"{y + form.height - 8:.1f}"
+        part["y"] = f"{y + form.height - 8:.0f}"
     return parts
 
 
