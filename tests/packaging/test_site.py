@@ -83,6 +83,17 @@ def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
     assert not elsewhere
 
 
+def test_every_picture_style_and_script_is_there(pages: dict[Path, Page]) -> None:
+    loaded = {
+        (path.parent / unquote(link.partition("?")[0])).resolve()
+        for path, page in pages.items()
+        for link in page.loaded
+        if link and not link.startswith("data:")
+    }
+    assert any(path.name == "overview-light.png" for path in loaded)
+    assert not [str(path) for path in loaded if not path.exists() and path.suffix]
+
+
 def test_the_navigation_of_every_page_has_all_but_the_decisions(pages: dict[Path, Page]) -> None:
     written = {path.stem for path in (ROOT / "docs").rglob("*.md")}
     decisions = {path.stem for path in (ROOT / "docs" / "decisions").glob("0*.md")}
