@@ -957,7 +957,8 @@ NEVER = datetime(8000, 1, 1, tzinfo=UTC)
 class HeldJob(models.Model):
     """A job that waits for a limit: the most urgent first, then in the order of arrival.
 
-    Its message is settled; its row is not due until it is let go.
+    Its message is settled; its row is not due until it is let go. A job that has started and was
+    paused has a place, too, as the next of its key.
 
     There may be a row of a job that has ended, or was requeued, since: whoever meets it deletes it.
     """
@@ -967,6 +968,7 @@ class HeldJob(models.Model):
     generation = models.PositiveIntegerField(_("generation"), default=1)
     limit = models.CharField(_("limit"), max_length=255)
     queue = models.CharField(_("queue"), max_length=100)
+    key = models.CharField(_("key"), max_length=255, null=True, blank=True)
     rank = models.SmallIntegerField(_("rank"), default=0, help_text=_("The negative priority."))
     is_released = models.BooleanField(_("released"), default=False)
     waiting_since = models.DateTimeField(_("waiting since"), default=timezone.now)
@@ -980,6 +982,12 @@ class HeldJob(models.Model):
         indexes = (
             # The first in line of a limit.
             models.Index(fields=("limit", "is_released", "rank", "id"), name="kjo_held_idx"),
+            # The first in line of a key.
+            models.Index(
+                fields=("queue", "key", "rank", "id"),
+                condition=models.Q(key__isnull=False),
+                name="kjo_held_key_idx",
+            ),
         )
 
     def __str__(self) -> str:

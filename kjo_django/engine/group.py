@@ -197,6 +197,7 @@ class Pipeline:
         else:
             waiting = self._run_sorted(left, claims, held_back, running)
         if waiting:
+            self.limiter.keep_places(waiting)
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in waiting])
             if self._leases.freed:
@@ -645,6 +646,9 @@ class Pipeline:
                 for attempt in some:
                     failures.judge(self._runtime, attempt)
                 back = set(self._settle(some))
+                self.limiter.keep_places(back)
+                if self._leases.freed:
+                    self.limiter.release_freed()
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
                 logger.exception("%d coroutines could not be settled", len(deliveries))

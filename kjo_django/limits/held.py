@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet, Subquery
 
 from kjo_django import states
 from kjo_django.conf import QueueConf
@@ -29,6 +29,11 @@ LEAD = 1.0
 """Seconds that a permit lies ahead at most."""
 DUE_BEFORE = 0.75
 """Seconds before its moment that a released job is due, so that a worker has it in time."""
+PAUSED = "PAUSED"
+"""The limit named in the place of a job that has started and comes up again: it is the next of its
+key, and those behind it are not released meanwhile."""
+FIRST = -32768
+"""The rank of jobs that had started: they are before all others in line."""
 MOST_RELEASED = 500
 """Jobs of one limit that are on their way to workers at most."""
 _NAMES = 500
@@ -49,6 +54,16 @@ class Held(NamedTuple):
     limit: Limit
     wait: float
     """Seconds after which it might have started, were it the first in line."""
+    is_first: bool = False
+    """Whether it had started before, and comes before all others."""
+
+
+class Start(NamedTuple):
+    """An attempt that was permitted to start."""
+
+    job_id: UUID
+    generation: int
+    attempt: int
 
 
 def rows(runtime: Runtime) -> QuerySet[HeldJob]:
@@ -127,39 +142,68 @@ def leave(runtime: Runtime, ids: Collection[UUID]) -> None:
         rows(runtime).filter(job_id__in=some).delete()
 
 
-def hold(
-    runtime: Runtime, jobs: Sequence[Held], queue: QueueConf, places: dict[UUID, Place]
-) -> None:
-    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has; the
-    others come last, in this order.
+def first_of_keys(
+    runtime: Runtime, ids: Collection[UUID], limits: Collection[str] | None = None
+) -> dict[UUID, tuple[UUID, str]]:
+    """Return for each of these jobs that has a key which job of this key is the first in line, and
+    for which limit; those of whose key none waits are missing.
 
-    :param places: of those that have one.
+    :param limits: only the lines for these.
     """
-    using, now = runtime.database, runtime.clock.now()
-    ids = [job.row.id for job in jobs if job.row.id not in places]
-    priorities: dict[UUID, int] = {}
+    found: dict[UUID, tuple[UUID, str]] = {}
+    jobs = Job.objects.using(runtime.database)
+    is_open = jobs.filter(
+        pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
+    )
+    line = rows(runtime).filter(Exists(is_open), queue=OuterRef("queue"), key=OuterRef("key"))
+    if limits is not None:
+        line = line.filter(limit__in=limits)
+    first = line.order_by("rank", "id")
     for some in _chunks(ids):
-        urgent = Job.objects.using(using).filter(pk__in=some, priority__isnull=False)
-        priorities.update(
-            (id, priority or 0) for id, priority in urgent.values_list("pk", "priority")
+        keyed = (
+            jobs.filter(pk__in=some)
+            .exclude(key="")
+            .annotate(
+                first=Subquery(first.values("job_id")[:1]), line=Subquery(first.values("limit")[:1])
+            )
         )
-    new = [
-        HeldJob(
-            job_id=job.row.id,
-            generation=job.row.generation,
-            limit=job.limit.name,
-            queue=queue.name,
-            rank=-priorities.get(job.row.id, 0),
-            waiting_since=now,
-        )
-        for job in jobs
-        if job.row.id not in places
-    ]
-    rows(runtime).bulk_create(new, ignore_conflicts=True, batch_size=_NAMES)
+        for id, job_id, limit in keyed.values_list("pk", "first", "line"):
+            if job_id is not None:
+                found[id] = job_id, limit
+    return found
+
+
+def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
+    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has; the
+    others come last, in this order, but for those that had started.
+    """
+    using = runtime.database
+    known: dict[UUID, tuple[int, str]] = {}
+    for some in _chunks([job.row.id for job in jobs]):
+        chosen = Job.objects.using(using).filter(pk__in=some)
+        for id, priority, key in chosen.values_list("pk", "priority", "key"):
+            known[id] = -(priority or 0), key
+    places = []
     for job in jobs:
-        if job.row.id in places:
-            mine = rows(runtime).filter(job_id=job.row.id)
-            mine.update(limit=job.limit.name, generation=job.row.generation, is_released=False)
+        rank, key = known.get(job.row.id, (0, ""))
+        places.append(
+            HeldJob(
+                job_id=job.row.id,
+                generation=job.row.generation,
+                limit=job.limit.name,
+                queue=queue.name,
+                key=key or None,
+                rank=FIRST if job.is_first else rank,
+                waiting_since=runtime.clock.now(),
+            )
+        )
+    rows(runtime).bulk_create(
+        places,
+        update_conflicts=True,
+        unique_fields=["job_id"],
+        update_fields=["limit", "generation", "queue", "is_released"],
+        batch_size=_NAMES,
+    )
     alike: dict[tuple[int, int], list[UUID]] = {}
     for job in jobs:
         alike.setdefault((job.row.generation, job.row.attempts), []).append(job.row.id)
@@ -177,8 +221,33 @@ def hold(
                 transition("hold", open_jobs, **changes)
 
 
+def keep_places(runtime: Runtime, starts: Sequence[Start]) -> None:
+    """Give a place to jobs that have started, or were about to, and come up again as they are. Each
+    is the next of its key for whichever worker its message comes to."""
+    wanted = {start.job_id: start for start in starts}
+    places = []
+    for some in _chunks(wanted):
+        jobs = Job.objects.using(runtime.database).filter(pk__in=some, state__in=states.OPEN)
+        free = jobs.filter(lease_token="").only("generation", "attempts", "key", "queue")
+        places += [
+            HeldJob(
+                job_id=job.pk,
+                generation=job.generation,
+                limit=PAUSED,
+                queue=job.queue,
+                key=job.key or None,
+                rank=FIRST,
+                is_released=True,
+                waiting_since=runtime.clock.now(),
+            )
+            for job in free
+            if Start(job.pk, job.generation, job.attempts + 1) == wanted[job.pk]
+        ]
+    rows(runtime).bulk_create(places, ignore_conflicts=True, batch_size=_NAMES)
+
+
 def release(runtime: Runtime, name: str, count: int, wait: float, interval: float) -> int:
-    """Release the first jobs in line; return how many.
+    """Release the first jobs in line, but none behind a paused one of its key; return how many.
 
     :param wait: seconds until the first of them may start.
     :param interval: seconds from one to the next.
@@ -186,7 +255,11 @@ def release(runtime: Runtime, name: str, count: int, wait: float, interval: floa
     released = 0
     with runtime.store.writing():
         while released < count:
-            found = rows(runtime).filter(limit=name, is_released=False).order_by("rank", "id")
+            paused = rows(runtime).filter(
+                limit=PAUSED, queue=OuterRef("queue"), key=OuterRef("key")
+            )
+            waiting = rows(runtime).filter(~Exists(paused), limit=name, is_released=False)
+            found = waiting.order_by("rank", "id")
             if connections[runtime.database].features.has_select_for_update_skip_locked:
                 found = found.select_for_update(skip_locked=True)
             first = list(found[: min(count - released, MOST_RELEASED)])
@@ -254,6 +327,8 @@ def stalled(runtime: Runtime, count: int, after: str) -> list[HeldJob]:
     )
     table = rows(runtime)
     table.filter(~Exists(open_jobs), is_released=True).delete()
+    # A job that has failed loses its place.
+    table.filter(~Exists(open_jobs.exclude(state=JobState.FAILING)), limit=PAUSED).delete()
     waiting = table.filter(is_released=False, limit__gt=after).order_by("limit")
     moving = table.filter(limit=OuterRef("limit"), is_released=True).order_by()
     names = waiting.filter(Q(limit__startswith="SLOT:") | ~Exists(moving))

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
@@ -25,7 +25,7 @@ from kjo_django.coordination.base import Pace, slot_name
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
-from kjo_django.limits.held import LEAD, Held, Place
+from kjo_django.limits.held import LEAD, Held, Place, Start
 from kjo_django.limits.rules import Limit, is_limited, limits_of
 from kjo_django.messages.headers import Message
 from kjo_django.models import NEVER, HeldJob, Job
@@ -67,6 +67,10 @@ class Delivery(Protocol):
     @property
     def deliveries(self) -> int: ...
 
+    @property
+    def paused_since(self) -> datetime | None: ...
+
+    was_permitted: bool
     permitted_at: float
     permit_until: float
     prepared_from: float
@@ -100,7 +104,8 @@ class Wait(NamedTuple):
 class Sorted(Generic[D]):
     """What becomes of a group's deliveries."""
 
-    may_run: list[D]
+    limits: Mapping[D, list[Limit]]
+    may_run: list[D] = field(default_factory=list)
     deferred: list[D] = field(default_factory=list)
     """They come up again here, at their own moments."""
     held: list[tuple[D, Held]] = field(default_factory=list)
@@ -160,7 +165,7 @@ class Limiter:
         :param limited: the limits of those that have any.
         :param rows: their jobs' rows.
         """
-        found: Sorted[D] = Sorted([])
+        found: Sorted[D] = Sorted(limited)
         try:
             waits: dict[D, Wait] | None = self._ask(limited, rows, found)
         except CoordinationError:
@@ -177,7 +182,7 @@ class Limiter:
         found: Sorted[D],
     ) -> dict[D, Wait]:
         """Return for each delivery which of its limits it has to wait for, and how many seconds; 0
-        seconds: it may start.
+        seconds: it may start. Of several messages of one job only the first is asked for.
 
         :raises CoordinationError: nobody knows. Slots that were taken are given back with the
             leases of their deliveries.
@@ -185,14 +190,20 @@ class Limiter:
         runtime, now = self._runtime, self._runtime.clock.monotonic()
         soon = now + self._preparation
         found.places = held.places_of(runtime, [rows[d].id for d in limited if d in rows])
+        first = {rows[d].id: d for d in reversed([*limited]) if d in rows}
+        limited = {d: of for d, of in limited.items() if d not in rows or first[rows[d].id] is d}
         names = {limit.name for limits in limited.values() for limit in limits}
         crowded = held.lines(runtime, names)
+        behind = self._behind(limited, rows, found) if crowded else {}
         waits: dict[D, Wait] = {}
         for delivery, limits in limited.items():
             line = next((limit for limit in limits if limit.name in crowded), None)
             delivery.prepared_from = delivery.prepared_from or now
             if delivery.permitted_at > soon:
                 waits[delivery] = Wait(limits[-1], delivery.permitted_at - now)
+            elif delivery in behind:
+                waits[delivery] = Wait(behind[delivery], 2 * LEAD)
+                delivery.permitted_at = delivery.permit_until = 0.0
             elif line is not None and not self._is_next(delivery, rows, found):
                 waits[delivery] = Wait(line, 2 * LEAD)
         paced = {
@@ -209,12 +220,43 @@ class Limiter:
             waits.setdefault(delivery, Wait(limited[delivery][0], 0.0))
         return waits
 
+    def _behind(
+        self, limited: Mapping[D, list[Limit]], rows: Mapping[D, JobRow], found: Sorted[D]
+    ) -> dict[D, Limit]:
+        """Return the deliveries that would ask although an earlier one of their key waits for one
+        of their limits, and that limit."""
+        asking: dict[UUID, D] = {}
+        for delivery in limited:
+            row = rows.get(delivery)
+            if row is None or delivery.deliveries > 1 or delivery.was_permitted:
+                continue  # it is before those of its key that wait
+            place = found.places.get(row.id)
+            if place is None:
+                is_asking = delivery.permit_until > 0.0
+            else:
+                is_asking = place.is_released and place.limit != held.PAUSED
+            if is_asking:
+                asking[row.id] = delivery
+        firsts = held.first_of_keys(self._runtime, asking) if asking else {}
+        behind: dict[D, Limit] = {}
+        for id, (first, line) in firsts.items():
+            delivery = asking[id]
+            by_name = {limit.name: limit for limit in limited[delivery]}
+            if line not in by_name:
+                again = held.first_of_keys(self._runtime, [id], [*by_name])
+                first, line = again.get(id, (id, ""))
+            if first != id:
+                behind[delivery] = by_name[line]
+        return behind
+
     @staticmethod
     def _is_next(delivery: D, rows: Mapping[D, JobRow], found: Sorted[Any]) -> bool:
-        """Return whether a delivery asks although others wait in line: it was released, it had a
-        permit before, or it cannot stand in line."""
+        """Return whether a delivery asks although others wait in line: it was released, it had
+        started or had a permit before, or it cannot stand in line."""
         row = rows.get(delivery)
-        if row is None or delivery.deliveries > 1 or delivery.permit_until:
+        if row is None or delivery.deliveries > 1:
+            return True
+        if delivery.permit_until or delivery.was_permitted:
             return True
         place = found.places.get(row.id)
         return place is not None and place.is_released
@@ -284,7 +326,7 @@ class Limiter:
                 found.deferred.append(delivery)
             elif delivery not in limited:
                 found.may_run.append(delivery)
-            elif waits is None:
+            elif waits is None or delivery not in waits:
                 self._defer(delivery, now + AWAY, held_back, found)
             elif waits[delivery].seconds == 0.0:
                 found.may_run.append(delivery)
@@ -314,8 +356,14 @@ class Limiter:
             until = now + wait.seconds + ahead[limit.name] * interval
             ahead[limit.name] += 1
             self._defer(delivery, until, held_back, found)
-        elif storing.is_transactional(delivery.queue) or row.state not in _AWAITING:
-            found.held.append((delivery, Held(row, limit, wait.seconds)))
+        elif (
+            storing.is_transactional(delivery.queue)
+            or row.state not in _AWAITING
+            # It waits without a place: nobody would release it.
+            or (row.available_at == NEVER and row.id not in found.places)
+        ):
+            one = Held(row, limit, wait.seconds, delivery.was_permitted)
+            found.held.append((delivery, one))
         elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
         else:
@@ -352,11 +400,13 @@ class Limiter:
         """Write what has to wait into its rows, inside the caller's transaction."""
         if found.held:
             queue = found.held[0][0].queue
-            held.hold(self._runtime, [one for _, one in found.held], queue, found.places)
+            held.hold(self._runtime, [one for _, one in found.held], queue)
 
     def start(self, found: Sorted[Any]) -> None:
         """Take out of the line what starts now, and release those that come next."""
         runtime = self._runtime
+        for delivery in found.may_run:
+            delivery.was_permitted = delivery in found.limits
         if found.places:
             ids = {str(id): id for id in found.places}
             starting = [
@@ -371,8 +421,13 @@ class Limiter:
             wait = max(wait, held.released_count(runtime, limit.name) * interval)
             held.release(runtime, limit.name, count, wait, interval)
         first: dict[Limit, float] = {}
-        for _, one in found.held:
+        for delivery, one in found.held:
             first.setdefault(one.limit, one.wait)
+            if (place := found.places.get(one.row.id)) is not None:
+                # In the line that it has left for another one, it was on its way.
+                for limit in found.limits[delivery]:
+                    if limit.name == place.limit:
+                        first.setdefault(limit, 0.0)
         for limit, wait in first.items():
             self._fill(limit, wait)
 
@@ -389,6 +444,28 @@ class Limiter:
         if count > 0:
             interval = limit.pace.interval if limit.rate is not None else 0.0
             held.release(self._runtime, limit.name, count, wait, interval)
+
+    def keep_places(self, deliveries: Collection[Delivery]) -> None:
+        """Keep the places of those of the deliveries that were permitted to start, should they come
+        to another worker; raises nothing. This worker remembers by itself."""
+        starts = [
+            Start(UUID(message.job_id), message.generation, message.attempt)
+            for delivery in deliveries
+            if delivery.was_permitted
+            # Who was late for its permit asks for another one at once.
+            and (delivery.paused_since is not None or not delivery.permit_until)
+            and (message := delivery.message) is not None
+            and message.job_id is not None
+            and message.service == self._runtime.service
+        ]
+        try:
+            if starts:
+                held.keep_places(self._runtime, starts)
+        except (DatabaseError, InterfaceError) as error:
+            logger.warning(
+                "Should this worker end, %d jobs lose their place: %s", len(starts), error
+            )
+            connections[self._runtime.database].close_if_unusable_or_obsolete()
 
     def release_freed(self) -> None:
         """Release a job for each slot that was given back; raises nothing. What an outage keeps

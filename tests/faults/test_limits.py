@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from django.db import connection
 
 from kjo_django import job
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import alive_name, slot_name
+from kjo_django.enqueue import storing
+from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.limits import held
 from kjo_django.limits.control import clear_limit, set_limit
 from kjo_django.models import HeldJob, Job
 from kjo_django.operations import jobs as operations
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.worker.duties import LimitDuty
 from tests.faults.conftest import ENGINES
 from tests.faults.process import Process
@@ -24,6 +30,7 @@ from tests.faults.world import World
 
 TIME_STANDS = True
 every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
+in_memory = pytest.mark.parametrize("world", ["sqlite-memory"], indirect=True)
 pytestmark = pytest.mark.timeout(600)
 TICK = 0.04
 """Seconds; a start that is late by more than 0.05 s loses a permit of these rates."""
@@ -257,6 +264,103 @@ def test_a_retry_waits_as_a_first_attempt_does(world: World) -> None:
     assert most_within(started, 1.0) == 1
     assert len(started) == 8
     assert set(Job.objects.values_list("state", "attempts")) == {("completed", 2)}
+
+
+def take_slot(name: str) -> Callable[[], None]:
+    """Take the only slot of a limit as a living worker does; return what gives it back."""
+    coordination = get_coordination()
+    names = [slot_name(f"SLOT:{name}", 1), alive_name("another")]
+    coordination.claim(names, "another", timedelta(minutes=10))
+    return partial(coordination.release, names, "another")
+
+
+@every_engine
+@pytest.mark.parametrize("options", [{}, {"rate": "20/s"}], ids=["slots", "rate-and-slots"])
+def test_a_paused_job_is_the_next_of_its_key_and_others_pass(
+    world: World, options: dict[str, Any]
+) -> None:
+    # Given a slot for which jobs of two keys wait
+    ran: list[str] = []
+
+    @job(name="limits.paused", queue=QUEUE, concurrency=1, key=lambda name: name[0], **options)
+    def call(name: str) -> None:
+        ran.append(name)
+        if ran.count("a0") == 1 and name == "a0":
+            raise RateLimitExceededError("slow down")
+
+    workers = Workers(world, 2)
+    for name in ("a0", "a1", "b0", "a2", "b1", "b2", "a3"):
+        call.enqueue(name=name)
+    # When the first is paused, and its worker ends before it goes on
+    workers.run_for(1)
+    assert ran[0] == "a0"
+    assert not {"a1", "a2", "a3"} & {*ran}
+    assert HeldJob.objects.filter(limit=held.PAUSED).count() == 1
+    workers.kill(workers.alive[0])
+    workers.run_for(15, 0.25)
+    workers.run_until_done(20, TICK)
+    # Then
+    assert [name for name in ran if name.startswith("a")] == ["a0", "a0", "a1", "a2", "a3"]
+    assert [name for name in ran if name.startswith("b")] == ["b0", "b1", "b2"]
+    workers.run_for(1, 0.25)
+    assert not HeldJob.objects.exists()
+
+
+@every_engine
+def test_a_job_that_finds_no_slot_at_its_moment_is_not_overtaken_by_the_next_of_its_key(
+    world: World,
+) -> None:
+    # Given a slot that is taken, and jobs that a rate lets come one by one
+    ran: list[str] = []
+
+    @job(
+        name="limits.both",
+        queue=QUEUE,
+        rate="4/s",
+        burst=2,
+        concurrency=1,
+        key=lambda name: name[0],
+    )
+    def call(name: str) -> None:
+        ran.append(name)
+
+    workers = Workers(world, 2)
+    give_back = take_slot("job:limits.both")
+    for name in ("a0", "a1", "a2", "b0", "a3", "b1"):
+        call.enqueue(name=name)
+    workers.run_for(3)
+    assert ran == []
+    # When it is given back between the moments of two of them
+    give_back()
+    workers.run_until_done(30, 0.25)
+    # Then
+    assert [name for name in ran if name.startswith("a")] == ["a0", "a1", "a2", "a3"]
+    assert [name for name in ran if name.startswith("b")] == ["b0", "b1"]
+
+
+@in_memory
+def test_a_job_that_is_due_never_and_has_no_place_in_line_is_held_again(world: World) -> None:
+    ran: list[str] = []
+
+    @job(name="limits.held", queue=QUEUE, concurrency=1)
+    def call() -> None:
+        ran.append("once")
+
+    workers = Workers(world, 1)
+    give_back = take_slot("job:limits.held")
+    call.enqueue()
+    workers.run_for(1, 0.25)
+    assert HeldJob.objects.filter(is_released=False).count() == 1
+    # When a message of it comes up, while nobody would release it
+    HeldJob.objects.all().delete()
+    queue = get_settings().queue(QUEUE)
+    records = [storing.record_of(each, queue) for each in Job.objects.all()]
+    storing.publish(get_transport(queue.transport), records)
+    workers.run_for(1, 0.25)
+    give_back()
+    # Then
+    workers.run_until_done(10)
+    assert ran == ["once"]
 
 
 def check_what_waiting_costs(world: World, many: int) -> None:

@@ -388,11 +388,8 @@ class Simulation(World):
             process.ask(partial(self.patterns.again.enqueue, job=name))
             self.debounced.add(name)
         elif kind in LIMITS:
-            # Others of the key that do not wait for the same limit overtake those that do. One that
-            # is paused goes to the end of the line for a slot.
-            is_paused = ending == "paused" and "concurrency" in LIMITS[kind]
-            has_order = name.startswith("k") and kind != "rate-and-slots" and not is_paused
-            key = f"k of {limit_of(kind, name)}" if has_order else ""
+            # Others of the key that do not wait for the same limit overtake those that do.
+            key = f"k of {limit_of(kind, name)}" if name.startswith("k") else ""
             put = partial(self.limited.jobs[kind].enqueue, job=name, ending=ending)
             is_outside = not LIMITS[kind].get("atomic", True)
             self.enqueue(process, name, put, key, is_outside)

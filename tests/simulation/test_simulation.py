@@ -239,3 +239,33 @@ def test_a_limit_that_is_not_obeyed_is_found(
         monkeypatch.setattr(Limiter, "_ask_slots", lambda self, *asked: None)
     # Then
     assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
+
+
+@every_transport
+def test_a_job_with_a_slot_that_is_paused_stays_before_those_in_line(
+    simulation: Simulation,
+) -> None:
+    jobs = [("fw6.0", "completed"), ("kw6.1", "paused"), ("kw6.2", "completed")]
+    what = tuple(part for job in jobs for part in ("slots", *job))
+    assert problems_of(simulation, [Step("start"), Step("enqueue", what=what)]) == []
+
+
+@every_transport
+def test_paused_jobs_with_slots_keep_their_places_when_they_come_to_another_worker(
+    simulation: Simulation,
+) -> None:
+    names = ("f16.0", "f16.1", "k16.2", "k16.3")
+    paused = tuple(part for name in names for part in ("slots", name, "paused"))
+    steps = [
+        Step("start", 0),
+        Step("start", 1),
+        Step("enqueue", 0, paused),
+        Step("enqueue", 1, ("slots", "klane1.0", "completed")),
+        *(Step(action, who) for action, who in (("relay", 1), ("poll", 0), ("lane-2", 0))),
+        Step("time", seconds=2.5),
+        Step("lane", 0),
+        Step("time", seconds=2.5),
+        # When the second worker takes its share of what is read
+        Step("poll", 1),
+    ]
+    assert problems_of(simulation, steps) == []
