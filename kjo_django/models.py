@@ -983,11 +983,7 @@ class HeldJob(models.Model):
             # The first in line of a limit.
             models.Index(fields=("limit", "is_released", "rank", "id"), name="kjo_held_idx"),
             # The first in line of a key.
-            models.Index(
-                fields=("queue", "key", "rank", "id"),
-                condition=models.Q(key__isnull=False),
-                name="kjo_held_key_idx",
-            ),
+            models.Index(fields=("queue", "key", "rank", "id"), name="kjo_held_key_idx"),
         )
 
     def __str__(self) -> str:

@@ -67,12 +67,11 @@ class Delivery:
         """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled = False
         """Whether its outcome is durable and acknowledged: it is not to run again."""
-        self.is_orphan = False
-        """Whether it was being run when a worker died, and next runs in a group of its own."""
+        self.is_orphan = self.was_permitted = False
+        """Whether it was being run when a worker died, and next runs in a group of its own; and
+        whether its limits have let it start: it comes before others of its key that wait."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
-        self.was_permitted = False
-        """Whether its limits have let it start: it comes before others of its key that wait."""
         self.permitted_at = self.permit_until = 0.0
         """Between these moments (monotonic) it may start without another permit of its rates."""
         self.prepared_from = 0.0

@@ -200,8 +200,7 @@ class Pipeline:
             self.limiter.keep_places(waiting)
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in waiting])
-            if self._leases.freed:
-                self.limiter.release_freed()
+            self.limiter.release_freed()
         return deferred + waiting
 
     def abandon(
@@ -310,9 +309,8 @@ class Pipeline:
     ) -> list[Delivery]:
         """Run what the limits permit now; settle what has to wait in line for them, and release
         what comes next there. Returns the deferred."""
-        runtime, limited = self._runtime, {}
-        if self._is_workers:
-            limited = self.limiter.limits_of(deliveries)
+        runtime = self._runtime
+        limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
         if not limited:
             return self._run_claimed(deliveries, running, is_permitted=True)
         rows = admission.load_rows(runtime, list(limited))[1]
@@ -647,8 +645,6 @@ class Pipeline:
                     failures.judge(self._runtime, attempt)
                 back = set(self._settle(some))
                 self.limiter.keep_places(back)
-                if self._leases.freed:
-                    self.limiter.release_freed()
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
                 logger.exception("%d coroutines could not be settled", len(deliveries))

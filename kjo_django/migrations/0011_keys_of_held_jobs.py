@@ -13,7 +13,6 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name="heldjob",
             index=models.Index(
-                condition=models.Q(("key__isnull", False)),
                 fields=["queue", "key", "rank", "id"],
                 name="kjo_held_key_idx",
             ),

@@ -131,15 +131,20 @@ def _limited_work(number: int, kinds: Sequence[str], chance: random.Random) -> l
     """Return the steps in which jobs with limits come while others may still run."""
     sender, *_ = everybody = chance.sample(range(MOST_PROCESSES), MOST_PROCESSES)
     found, going = [], []
+    # Of one kind and without a key they may meet in their handlers.
+    is_one = chance.random() < 0.6
+    kind, pause_rate = chance.choice(kinds), 0.8 if is_one else 0.5
     for lane in ("lane", "lane-2"):
         jobs: list[str] = []
-        for each in range(chance.choice((1, 1, 2, 3))):
+        for each in range(1 if is_one else chance.choice((1, 1, 2, 3))):
             ending = chance.choice(("completed", "completed", "retried", *ENDINGS))
-            jobs += chance.choice(kinds), f"{chance.choice('kf')}{lane}{number}.{each}", ending
+            letter = "f" if is_one else chance.choice("kf")
+            own = kind if is_one else chance.choice(kinds)
+            jobs += own, f"{letter}{lane}{number}.{each}", ending
         found += [Step("enqueue", sender, tuple(jobs)), Step("relay", sender)]
         for who in everybody:
             step = Step(lane, who)
-            if chance.random() < 0.5:
+            if chance.random() < pause_rate:
                 at = chance.choice((*("INSERT ledger",) * 4, "coordination", ""))
                 fault, nth = chance.choice(CALM).value, chance.choice(NTH[:5])
                 step = replace(step, fault=fault, at=at, nth=nth)

@@ -241,6 +241,18 @@ def test_a_limit_that_is_not_obeyed_is_found(
     assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
 
 
+@pytest.mark.long
+@in_memory
+def test_slots_that_are_not_obeyed_are_found_by_drawn_schedules(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LeaseBook, "claim_slots", lambda self, asks, ttl: [True] * len(asks))
+    problems = (
+        problem for s in range(1, 300) for problem in problems_of(simulation, drawn(s, STEPS))
+    )
+    assert any("run at once, not" in problem for problem in problems)
+
+
 @every_transport
 def test_a_job_with_a_slot_that_is_paused_stays_before_those_in_line(
     simulation: Simulation,
