@@ -42,7 +42,6 @@ class Runtime:
     :param queue_controls: what operators asked of queues, by their names. A worker reads the rows
         now and then, so that no job costs a query.
     :param limit_controls: what operators asked of limits, likewise.
-    :param step_taker: the ``StepTaker`` of a worker; None in a process without one.
     """
 
     settings: Settings
@@ -54,7 +53,6 @@ class Runtime:
     wake_breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     queue_controls: dict[str, QueueControl] = field(default_factory=dict)
     limit_controls: dict[str, LimitControl] = field(default_factory=dict)
-    step_taker: Any = None
 
 
 _lock = threading.RLock()

@@ -820,9 +820,6 @@ class Pipeline:
         if tracing.tracer is not None:
             tracing.tracer.settled(attempts)
         for attempt in attempts:
-            if attempt.step is not None and attempt.step.released:
-                call = partial(self._runtime.step_taker.take, attempt.step.released)
-                call_isolated(call, "Released steps wait for a relay", {})
             handler = attempt.delivery.handler
             if handler is not None and handler.observes:
                 # The state is committed; a hook cannot take it back.

@@ -28,7 +28,7 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store import Store
 from kjo_django.store.rows import Completion, JobRow, Place
-from kjo_django.transports.base import NO_PARTITION, Record, Subscription
+from kjo_django.transports.base import Record, Subscription
 from kjo_django.workflows.countdown import count_ended
 
 logger = logging.getLogger("kjo_django")
@@ -176,8 +176,6 @@ def _place_of(job: JobRow, record: Record) -> Place:
     """
     # Some clocks are read to the millisecond only: nothing is published before it is there.
     since = max(record.timestamp or job.created_at, job.created_at)
-    if record.partition == NO_PARTITION:
-        return Place("", None, None, since)
     return Place(record.topic, record.partition, record.offset, since)
 
 

@@ -177,12 +177,6 @@ class GroupScheduler:
             if has_new_key:
                 self._startable.notify()
 
-    def would_start(self, queue: str, kind: str, count: int) -> bool:
-        """Return whether so many jobs of a handler would start at once, and are known to be quick:
-        nothing waits, and there is a lane for each, with that of the caller."""
-        most = 0 if self.waiting or queue in self._paused else min(self._idle + 1, self._left)
-        return count <= most and self._run_times.get(kind, math.inf) <= self._budget
-
     # --- Taking -----------------------------------------------------------------------------------
 
     def take(self, timeout: float | None = None) -> Group | None:

@@ -253,10 +253,6 @@ class Subscription(abc.ABC):
     """The outage ``poll`` met last, None once it works again."""
 
 
-NO_PARTITION = -1
-"""The partition of a record that was never published: its reader was given it directly."""
-
-
 class NoSubscription(Subscription):
     """The subscription of a record that none has handed out: it hands out nothing, and
     acknowledging is all there is to do."""

@@ -55,7 +55,6 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
-from kjo_django.limits.rules import is_limited
 from kjo_django.models import Job
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
@@ -79,7 +78,6 @@ from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import OutageLog, Statistics, memory_bytes
 from kjo_django.worker.supervisor import LEFT_RUNNING, stop_on_signals
-from kjo_django.workflows.taken_steps import StepTaker
 
 logger = logging.getLogger("kjo_django")
 
@@ -128,8 +126,7 @@ class Worker:
         on_error: Callable[[str, str], None] = lambda source, error: None,
         runtime: Runtime | None = None,
     ) -> None:
-        runtime, taker = runtime or current_runtime(), StepTaker()
-        runtime = replace(runtime, queue_controls={}, limit_controls={}, step_taker=taker)
+        runtime = replace(runtime or current_runtime(), queue_controls={}, limit_controls={})
         self.runtime = runtime
         conf = runtime.settings
         known = registry.queue_names()
@@ -193,7 +190,6 @@ class Worker:
         self.limiter = self._pipeline.limiter
         self.lanes = Lanes(self.scheduler, self._pipeline, self._watch, self._enter_thread)
         self.pollers = self._make_pollers()
-        taker.serve(runtime, self.scheduler, self.pollers, is_limited)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
             on_error=functools.partial(self._outages.note, "relay"),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from operator import add
 from typing import Any
@@ -47,28 +46,22 @@ CHANGES: dict[str, StepCounts] = {
 """What the end of a step in each state adds to the counts of its stage."""
 RELEASED_TOGETHER = 500
 """Jobs whose messages are made at once."""
-TAKEN_FOR = timedelta(seconds=5)
-"""After this a relay publishes a step that its worker has taken and not ended. Queues whose relay
-was killed wait as long."""
 
 
 def count_ended(
     runtime: Runtime,
     ended: Iterable[tuple[UUID, UUID, str]],
-    running: Sequence[WorkflowContext] = (),
+    running: Iterable[WorkflowContext] = (),
 ) -> None:
     """Count steps that have ended, and release what waited for them, inside the transaction that
     records it.
 
     :param ended: the stage, the job and the final state of each.
-    :param running: the contexts of those that have completed; the steps they added are stored. In
-        the first are noted the released steps that this worker takes, to run after the commit.
+    :param running: the contexts of those that have completed; the steps they added are stored.
     """
     changes = [(stage, job, CHANGES[state]) for stage, job, state in ended]
     added = [context for context in running if context.added]
-    taken = _count(runtime, changes, added, takes_steps=bool(running))
-    if running:
-        running[0].released = taken
+    _count(runtime, changes, added)
 
 
 def count_reopened(runtime: Runtime, reopened: Iterable[tuple[UUID, UUID, str]]) -> None:
@@ -88,10 +81,7 @@ def _count(
     runtime: Runtime,
     changes: Sequence[tuple[UUID, UUID, StepCounts]],
     added: Sequence[WorkflowContext] = (),
-    *,
-    takes_steps: bool = False,
-) -> list[Job]:
-    """Write changes, and do what follows from them; return the steps that this worker takes."""
+) -> None:
     facts = facts_of_stages(runtime, {stage for stage, _, _ in changes})
     now = _write_counts(runtime, facts, changes)
     # A failure may cancel what waits, and a step that runs again reopens its stage.
@@ -106,10 +96,7 @@ def _count(
     if notable:
         workflows = {facts[stage].workflow_id for stage in notable}
         again = {facts[stage].workflow_id for stage, _, change in changes if change.open > 0}
-        advance = _Advance(runtime, workflows, again, takes_steps=takes_steps)
-        advance.run(notable, added)
-        return advance.taken
-    return []
+        _Advance(runtime, workflows, again).run(notable, added)
 
 
 def give_up(runtime: Runtime, stages: Iterable[UUID]) -> None:
@@ -143,7 +130,6 @@ class _Advance:
     :param workflows: the keys of these.
     :param again: those with a step that runs again: one that had ended goes on.
     :param gives_up: whether what waits for a failed step to be repeated is cancelled.
-    :param takes_steps: whether this worker may take steps that are released.
     """
 
     def __init__(
@@ -153,7 +139,6 @@ class _Advance:
         again: Collection[UUID] = (),
         *,
         gives_up: bool = False,
-        takes_steps: bool = False,
     ) -> None:
         self._runtime = runtime
         self._again = again
@@ -167,9 +152,6 @@ class _Advance:
         self.workflows = {row.pk: row for row in rows}
         self._released: set[UUID] = set()
         """Workflows in which this releases steps."""
-        self._taker = runtime.step_taker if takes_steps else None
-        self.taken: list[Job] = []
-        """Steps that this has released and that the worker runs itself."""
 
     def run(
         self,
@@ -253,9 +235,6 @@ class _Advance:
 
     def _release(self, stages: Sequence[WorkflowStage]) -> None:
         """Send the steps of stages on their way."""
-        if len(stages) == 1 and self._take(stages[0]):
-            self._released.add(stages[0].workflow_id)
-            return
         by_queue: dict[tuple[UUID, str], list[UUID]] = {}
         for stage in stages:
             by_queue.setdefault((stage.workflow_id, stage.queue), []).append(stage.pk)
@@ -263,22 +242,6 @@ class _Advance:
             # None, where all steps were cancelled while they waited.
             if release_jobs(self._runtime, queue, Q(stage__in=ids), self._now):
                 self._released.add(workflow)
-
-    def _take(self, stage: WorkflowStage) -> bool:
-        """Release the steps of a stage for this worker to run after the commit; return False where
-        they have to go through their topic.
-
-        Should it not come to that, a relay finds their rows when they are due.
-        """
-        taker = self._taker
-        if taker is None or not taker.takes(stage.queue, stage.handler, stage.step_count):
-            return False
-        waiting = Job.objects.using(self._using).filter(stage=stage.pk, state=JobState.WAITING)
-        jobs = list(waiting.order_by("pk").defer("result"))
-        if any(job.key or job.priority or job.available_at > self._now for job in jobs):
-            return False
-        self.taken += jobs
-        return bool(transition("release", waiting, available_at=self._now + TAKEN_FOR))
 
     def _cancel(self, stages: Mapping[WorkflowStage, Any]) -> set[UUID]:
         """Cancel the steps of stages that wait for one that has failed; return the stages."""

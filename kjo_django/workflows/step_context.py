@@ -109,8 +109,6 @@ class WorkflowContext:
         self._graph: Graph | None = None
         self.added: list[PlannedStage] = []
         """The steps that this run has added; they are stored with its completion."""
-        self.released: list[Job] = []
-        """Steps that its completion has released and that its worker runs itself."""
 
     @property
     def id(self) -> str:
