@@ -322,8 +322,9 @@ def stalled(runtime: Runtime, count: int, after: str) -> list[HeldJob]:
     :param count: at most so many limits, by name.
     :param after: only those whose name comes after this one.
     """
+    # One that was given another payload is of a later generation: it is not on its way any more.
     open_jobs = Job.objects.using(runtime.database).filter(
-        pk=OuterRef("job_id"), state__in=states.OPEN
+        pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
     )
     table = rows(runtime)
     table.filter(~Exists(open_jobs), is_released=True).delete()

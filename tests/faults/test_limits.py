@@ -363,6 +363,35 @@ def test_a_job_that_is_due_never_and_has_no_place_in_line_is_held_again(world: W
     assert ran == ["once"]
 
 
+@in_memory
+@pytest.mark.parametrize("limit", [{"rate": "1/s"}, {"concurrency": 1}], ids=str)
+def test_a_job_that_is_put_off_on_its_way_keeps_nobody_waiting(
+    world: World, limit: dict[str, Any]
+) -> None:
+    ran: list[str] = []
+
+    @job(name="limits.put_off", queue=QUEUE, **limit)
+    def call(name: str) -> None:
+        ran.append(name)
+
+    # Given two jobs in line, of which the first has been released
+    workers = Workers(world, 1)
+    give_back = take_slot("job:limits.put_off")
+    call.enqueue_many([{"name": name} for name in ("before", "before")])
+    put_off = call.using(id="a", on_conflict="replace")
+    put_off.enqueue(name="a")
+    call.enqueue(name="b")
+    workers.run_for(0.5, 0.25)
+    (place,) = HeldJob.objects.filter(job_id=Job.objects.get(unique_id="a").pk)
+    HeldJob.objects.filter(pk=place.pk).update(is_released=True)
+    # When another payload takes its place, which is due later
+    put_off.using(delay=3600).enqueue(name="a")
+    give_back()
+    # Then it keeps nobody waiting
+    workers.run_for(20, 0.25)
+    assert Counter(ran) == {"before": 2, "b": 1}
+
+
 def check_what_waiting_costs(world: World, many: int) -> None:
     """Compare the statements of a worker while few jobs wait with those while many do."""
     counts = [statements_while_waiting(world, waiting) for waiting in (20, many)]
