@@ -110,7 +110,7 @@ def test_options_are_those_of_using(client: APIClient) -> None:
     assert answer.status_code == 201, answer.content
     job = Job.objects.get()
     assert (job.queue, job.key, job.max_attempts, job.result_ttl) == ("mails", "k", 2, 500)
-    assert job.priority == -7
+    assert job.priority == -1  # a job with a key has the priority of its level (decision 195)
     assert timedelta(seconds=90) < job.available_at - now < timedelta(seconds=100)
     assert job.expires_at == expires
 

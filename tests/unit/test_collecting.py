@@ -42,7 +42,8 @@ def test_what_was_set_apart_before_stays_so():
     before = gc.get_freeze_count()
     with garbage_collection.seldom():
         pass
-    assert gc.get_freeze_count() == before > 1000
+    # Some of what was set apart may have been freed meanwhile.
+    assert gc.get_freeze_count() > 0.9 * before > 1000
 
 
 def test_garbage_that_handlers_make_is_freed_all_the_same():
