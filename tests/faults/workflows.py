@@ -180,14 +180,14 @@ def _held(world: World, process: Process) -> None:
             flows.step("atomic", "f1", "until-mended"), flows.step("atomic", "f2")
         ).enqueue(on_failure="hold")
 
-    flows.enqueue(process, names, put)
-    process.work()
-    world.is_mended = True
-
     def replay() -> Any:
+        world.is_mended = True
         return dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody")
 
+    # Wherever the process dies, somebody replays what holds the workflow.
     world.recovering = replay
+    flows.enqueue(process, names, put)
+    process.work()
     process.ask(replay)
     process.work()
 
