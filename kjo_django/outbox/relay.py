@@ -559,10 +559,13 @@ class Publications:
         rows = Job.objects.using(self._runtime.database).filter(
             pk__in=list(self.unrecorded), state__in=states.AWAITING_PUBLISH
         )
-        waiting = set(rows.values_list("pk", "generation", "attempts"))
-        missing = list(self.unrecorded.values())
+        # A job that waited for a limit meanwhile is due at another moment: what was published
+        # before is not the message that it waits for now.
+        waiting = set(rows.values_list("pk", "generation", "attempts", "available_at"))
         due = [
-            one for one in missing if (one.job.id, one.job.generation, one.job.attempts) in waiting
+            one
+            for one in self.unrecorded.values()
+            if (one.job.id, one.job.generation, one.job.attempts, one.job.available_at) in waiting
         ]
         # All others have moved on, or are gone.
         self.unrecorded = {one.job.id: one for one in due}

@@ -95,6 +95,7 @@ class DueJob(NamedTuple):
     destination: str
     headers: dict[str, Any] | None
     priority: int | None = None
+    available_at: datetime | None = None
 
     @property
     def log_facts(self) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def test_every_fault(scenario: Scenario, world: World) -> None:
 FOUND = [
     # Another worker records the same first failure before the row that sent the message is deleted.
     ("stream-dead", "DELETE kjo_job", Fault.TAKES_40_S, "postgres-memory"),
+    # A relay records once more where it published a job that has waited for its limit since.
+    ("rate-outside", "commit", Fault.RAISES_AFTER, "sqlite-memory"),
 ]
 """Cases that ``test_every_fault`` found: scenario, how the call begins, fault, engine."""
 
