@@ -389,6 +389,7 @@ class Limiter:
         self._preparation = min(max(expected, 0.005), LONGEST_PREPARATION)
         if now > delivery.permit_until:
             delivery.held_until = now
+            delivery.permitted_at = 0.0
             return False
         if now < delivery.permitted_at:
             time.sleep(delivery.permitted_at - now)

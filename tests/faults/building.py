@@ -70,14 +70,16 @@ def built(
     make: Callable[[Clock, Callable[[], None]], W] = World,  # type: ignore[assignment]
     *,
     stands: bool = False,
+    tick: float = 0.0,
 ) -> Iterator[W]:
     """Yield a world; handlers declared for it are forgotten afterwards.
 
     :param empty: gives every case an empty database.
     :param make: makes the world.
     :param stands: whether time passes only when the world says so.
+    :param tick: seconds that pass with each reading of the calendar.
     """
-    clock = Clock(stands=stands)
+    clock = Clock(stands=stands, tick=tick)
     clock.install(monkeypatch)
     clock.waiting(lambda: boundary.current() is not None, monkeypatch)
     for name in ("POLL_TIMEOUT", "FULL_POLL_TIMEOUT"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.utils import timezone
@@ -28,10 +28,13 @@ class Clock:
     """Shifts ``timezone.now`` and ``time.monotonic`` for the whole process.
 
     :param stands: whether time passes only when a test says so, and not by itself too.
+    :param tick: seconds that pass with each reading of the calendar, so that no two moments are the
+        same one.
     """
 
-    def __init__(self, *, stands: bool = False) -> None:
+    def __init__(self, *, stands: bool = False, tick: float = 0.0) -> None:
         self.stands = stands
+        self.tick = tick
         self.offset = 0.0
         self.days = 0
         self.advances = 0
@@ -50,7 +53,11 @@ class Clock:
             monkeypatch.setattr(time, "perf_counter", lambda: began_at + self.offset)
             # Ids never go back: without this those of later tests would be of the time shown here.
             monkeypatch.setattr(ids, "_last_tick", ids._last_tick)
-        shifted_now = lambda: now() + timedelta(self.days, self.offset)  # noqa: E731
+
+        def shifted_now() -> datetime:
+            self.offset += self.tick
+            return now() + timedelta(self.days, self.offset)
+
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
         monkeypatch.setattr(Store, "server_time", lambda store: shifted_now())

@@ -16,6 +16,7 @@ from tests.faults.building import TASKS, built, kjo
 from tests.faults.sessions import Sessions
 from tests.faults.world import World
 
+MICROSECOND = 1e-6
 ENGINES = ["sqlite-database", "sqlite-memory", "postgres-database", "postgres-memory"]
 
 
@@ -46,10 +47,10 @@ def world(request: Any, settings: Any, monkeypatch: Any) -> Iterator[World]:
         request.addfinalizer(sessions.close)
         sessions.install(monkeypatch)
         empty = _delete_all
-    stands = getattr(request.module, "TIME_STANDS", False)
+    stands, tick = getattr(request.module, "TIME_STANDS", False), 0.0
     if "scenario" in request.fixturenames:
-        stands = request.getfixturevalue("scenario").stands
-    with built(monkeypatch, empty, stands=stands) as made:
+        stands, tick = request.getfixturevalue("scenario").stands, MICROSECOND
+    with built(monkeypatch, empty, stands=stands, tick=tick) as made:
         yield made
 
 
