@@ -340,6 +340,11 @@ class Settings:
     retention_failed: timedelta = option(
         duration, timedelta(days=30), "kjo_prune: failed jobs and closed dead letters."
     )
+    retention_open_dead_letters: timedelta | None = option(
+        optional_duration,
+        None,
+        "kjo_prune: dead letters not replayed nor discarded; kept for ever if not given.",
+    )
     retention_processed_events: timedelta = option(
         duration,
         timedelta(days=30),

@@ -158,6 +158,7 @@ WRONG = {
     "TOPIC_OPTIONS": [None, []],
     "RETENTION_COMPLETED": [0],
     "RETENTION_FAILED": [0],
+    "RETENTION_OPEN_DEAD_LETTERS": [0, "never"],
     "RETENTION_PROCESSED_EVENTS": [0],
     "RETENTION_METRICS": [0],
     "ASYNC_CONCURRENCY": [0, -1, "x", None],

@@ -121,6 +121,31 @@ def test_only_closed_dead_letters_go():
     assert set(DeadLetter.objects.all()) == set(stay)
 
 
+def test_open_dead_letters_are_kept_for_ever_unless_their_retention_is_set(settings, caplog):
+    # Given
+    job = old_job(400, state="failed")
+    DeadLetterFactory(id=id_of(ago(days=400)), job=job, failed_at=ago(days=400))
+    young = DeadLetterFactory(id=id_of(ago(days=80)), failed_at=ago(days=80))
+    # When, then
+    assert "open_dead_letters" not in prune()
+    assert DeadLetter.objects.count() == 2
+    # When
+    settings.KJO = {"RETENTION_OPEN_DEAD_LETTERS": timedelta(days=90)}
+    assert prune(dry_run=True)["open_dead_letters"] == 1
+    with caplog.at_level("INFO", logger="kjo_django"):
+        counts = prune()
+    # Then
+    assert (counts["open_dead_letters"], counts["failed_jobs"]) == (1, 1)
+    assert list(DeadLetter.objects.all()) == [young]
+    assert "Pruned 1 open_dead_letters, 1 failed_jobs" in caplog.messages
+
+
+def test_a_replayed_letter_that_has_failed_again_lately_is_young(settings):
+    settings.KJO = {"RETENTION_OPEN_DEAD_LETTERS": timedelta(days=90)}
+    DeadLetterFactory(id=id_of(ago(days=400)), failed_at=ago(days=1))
+    assert prune()["open_dead_letters"] == 0
+
+
 def test_processed_events_go_by_their_time_whoever_minted_their_ids():
     """KII-17: other services that share the table use random ids."""
     # Given a random id that sorts before every UUIDv7

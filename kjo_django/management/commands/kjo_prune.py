@@ -8,11 +8,11 @@ from typing import Any
 from kjo_django.management.commands._shared import KjoCommand, duration
 from kjo_django.operations.maintenance.prune import Retention, prune
 
-RETENTIONS = ("completed", "failed", "processed_events", "metrics")
+RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "metrics")
 
 
 class Command(KjoCommand):
-    """Delete finished jobs, closed dead letters, old markers and metrics by their retention."""
+    """Delete finished jobs, dead letters, old markers and metrics by their retention."""
 
     help = "Delete what has been kept longer than the KJO['RETENTION_…'] settings say."
 

@@ -6,6 +6,7 @@ creation. The time of their end must be old enough, too. Several processes may p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -37,6 +38,8 @@ from kjo_django.operations.rows import CHUNK, chunks, lock
 from kjo_django.runtime import jobs_database
 from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
 
+logger = logging.getLogger("kjo_django")
+
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may come again."""
 
@@ -55,6 +58,8 @@ class Retention:
     processed_events: timedelta
     metrics: timedelta
     """Metric buckets and dead workers."""
+    open_dead_letters: timedelta | None = None
+    """Dead letters that nobody has replayed or discarded; None: they are kept."""
 
     @classmethod
     def of_settings(cls, **overrides: timedelta | None) -> Retention:
@@ -98,7 +103,15 @@ def prune(
     )
     # By time, not by key: other services that share the table have other kinds of keys.
     events = ProcessedEvent.objects.filter(processed_at__lt=ago(now, kept.processed_events))
-    kinds: dict[str, tuple[QuerySet[Any], str]] = {
+    kinds: dict[str, tuple[QuerySet[Any], str]] = {}
+    if kept.open_dead_letters is not None:
+        open_until = ago(now, kept.open_dead_letters)
+        open_letters = DeadLetter.objects.filter(
+            pk__lt=uuid7_floor(open_until), failed_at__lt=open_until, state=DeadLetterState.OPEN
+        )
+        # The first: a failed job may be deleted once it has no open letter any more.
+        kinds["open_dead_letters"] = (open_letters, "")
+    kinds |= {
         "jobs": (_ended(finished.exclude(result_expires_at__gt=now), ago(now, kept.completed)), ""),
         "failed_jobs": (_ended(failed, closed_until), ""),
         "dead_letters": (closed, ""),
@@ -125,6 +138,9 @@ def prune(
                 with transaction.atomic(using=using):
                     counts[kind] += delete(rows, keys)
             progress(kind, counts[kind])
+    if not dry_run and (deleted := {kind: count for kind, count in counts.items() if count}):
+        shown = ", ".join(f"{count:,} {kind}" for kind, count in deleted.items())
+        logger.info("Pruned %s", shown, extra={"pruned": deleted})
     return counts
 
 
