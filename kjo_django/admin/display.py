@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from django.db.models import Model
+from django.db.models.functions import Length
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
@@ -14,12 +16,17 @@ from django.utils.translation import ngettext
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import DeadLetter
+from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import redaction
 from kjo_django.operations.safe_text import inert, is_active
+from kjo_django.runtime import jobs_database
 
 MAX_TEXT = 10_000
 MAX_BINARY = 2_048
+MAX_LISTED = 4_000
+"""Bytes; the arguments of a longer payload are not read for a list."""
+MAX_ARGUMENT, MAX_ARGUMENTS = 40, 120
+"""Characters of one argument, and of all arguments, on one line."""
 
 
 def inert_row(row: Model) -> None:
@@ -53,6 +60,44 @@ def show_value(value: Any) -> SafeString:
         return show_text(json.dumps(value, indent=2, ensure_ascii=False, default=str))
     except (ValueError, RecursionError):
         return show_text(repr(value)[: MAX_TEXT + 1])
+
+
+def short_arguments(rows: Sequence[Job] | Sequence[DeadLetter]) -> dict[Any, str]:
+    """Return the arguments of jobs or dead letters on one line each, shortened and redacted, by the
+    row's key. A payload that is too long for a list is an ellipsis.
+
+    It costs one query, for the payloads that are short.
+    """
+    if not rows:
+        return {}
+    model = type(rows[0])
+    column = "payload" if model is Job else "value"
+    show: Any = redaction.shown_payload if model is Job else redaction.shown_value
+    of_rows = model.objects.using(jobs_database()).filter(pk__in=[row.pk for row in rows])
+    listed = of_rows.annotate(size=Length(column)).filter(size__lte=MAX_LISTED)
+    columns = ("handler", "content_type", column)
+    found = {row.pk: one_line(show(row)) for row in listed.only(*columns)}
+    return {row.pk: found.get(row.pk, "…") for row in rows}
+
+
+def one_line(value: Any) -> str:
+    """Return decoded arguments as a call has them between its parentheses, shortened."""
+    if isinstance(value, dict):
+        parts = [f"{_cut(str(name))}={_short_json(each)}" for name, each in value.items()]
+    else:
+        parts = [] if value is None else [_short_json(value)]
+    return _cut(", ".join(parts), MAX_ARGUMENTS)
+
+
+def _short_json(value: Any) -> str:
+    try:
+        return _cut(json.dumps(value, ensure_ascii=False, default=str))
+    except (ValueError, RecursionError):
+        return "…"
+
+
+def _cut(text: str, most: int = MAX_ARGUMENT) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def show_bytes(data: Any) -> SafeString:

@@ -13,10 +13,13 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
+import kjo_django
 from kjo_django import registry
 from kjo_django.admin.dashboard import SCREENS
+from kjo_django.enqueue.job_status import progress_name
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, Schedule
+from kjo_django.runtime import get_coordination
 from tests.dashboard.conftest import texts, url
 from tests.factories import (
     DeadLetterFactory,
@@ -235,6 +238,85 @@ def test_a_job_tells_its_way(everybody):
     assert places == sorted(places)
     assert "Traceback (most recent call last)" in page
     assert everybody.get(url("job", "019a0000-0000-7000-8000-000000000000")).status_code == 404
+
+
+def test_the_list_shows_each_job_as_the_call_that_it_is(everybody, operator):
+    payload = {"order_id": 17, "api_token": "xyzzy", "text": "long " * 40}
+    for long, value in ((False, payload), (True, {"order_id": 18, "text": "x" * 5000})):
+        JobFactory(handler="shop.send", key="k1", payload=json.dumps(value).encode(), queued=long)
+    page = everybody.get(url("jobs")).content.decode()
+    # Shortened and redacted
+    assert "(order_id=17, api_token=&quot;[redacted]&quot;, text=&quot;long long" in page
+    assert "xyzzy" not in page
+    assert "long " * 20 not in page
+    # A payload that is too long for a list is not read
+    assert "(…)" in page
+    # And nobody sees any of it without the permission
+    blind = operator("view_dashboard", "view_job").get(url("jobs")).content.decode()
+    assert "shop.send" in blind
+    assert "order_id" not in blind
+
+
+def test_the_list_shows_how_old_each_job_is_and_how_long_its_latest_attempt_took(everybody):
+    now = timezone.now()
+    done = {"started_at": now - timedelta(seconds=62), "finished_at": now - timedelta(seconds=50)}
+    JobFactory(state="completed", created_at=now - timedelta(hours=3), attempts=1, **done)
+    failure = JobFailureFactory(
+        job__failed=True,
+        job__attempts=1,
+        job__created_at=now - timedelta(days=2, hours=13),
+        started_at=now - timedelta(seconds=300),
+        failed_at=now - timedelta(seconds=60),
+    )
+    JobFactory(created_at=now - timedelta(minutes=20))
+    page = everybody.get(url("jobs")).content.decode()
+
+    def cells(column):
+        found = re.findall(rf'data-label="{column}">(?:<time[^>]*>)?([^<]*)<', page)
+        return sorted(found)
+
+    assert cells("Age") == ["2.5 d", "20 min", "3.0 h"]
+    assert cells("Took") == ["12 s", "4.0 min", "–"]
+    # The page of a job says the same, and when each attempt began
+    one = everybody.get(url("job", failure.job.pk)).content.decode()
+    began = timezone.localtime(failure.started_at).strftime("%H:%M:%S")
+    assert "the last attempt took 4.0 min" in one
+    assert f"started {began} · took 4.0 min" in one
+
+
+@pytest.fixture
+def send():
+    @kjo_django.job(name="shop.send")
+    def send(*, order_id: int, password: str) -> None:
+        """Send the customer
+        the confirmation.
+
+        More of it.
+        """
+
+    yield send
+    registry.unregister("shop.send")
+
+
+def test_a_jobs_page_is_headed_by_what_it_does(everybody, operator, send):
+    job = JobFactory(handler="shop.send", payload=b'{"order_id": 17, "password": "xyzzy"}')
+    page = everybody.get(url("job", job.pk)).content.decode()
+    heading = re.search(r"<h1>([^<]+)</h1>", page)[1]
+    assert heading == "shop.send(order_id=17, password=&quot;[redacted]&quot;)"
+    assert "Send the customer the confirmation." in page
+    assert "More of it" not in page
+    blind = operator("view_dashboard", "view_job").get(url("job", job.pk)).content.decode()
+    assert "<h1>shop.send</h1>" in blind
+
+
+def test_progress_at_which_a_job_stopped_is_not_shown_as_moving(everybody):
+    job = JobFactory(failed=True)
+    report = {progress_name(str(job.pk)): '[99, "row 396 of 400"]'}
+    get_coordination().set_marks(report, timedelta(minutes=1))
+    page = everybody.get(url("job", job.pk)).content.decode()
+    assert "<progress" not in page
+    text = " ".join(page.split())
+    assert "Its last report of progress, before it stopped running: 99 % row 396 of 400" in text
 
 
 def test_payloads_are_for_those_with_the_permission(operator, rows):

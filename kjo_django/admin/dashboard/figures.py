@@ -53,6 +53,18 @@ def duration(seconds: float | str | None) -> str:
     return NOTHING
 
 
+def age(value: datetime | None) -> SafeString | str:
+    """Return how long ago a moment was, or how far ahead it is; the exact one is in its title."""
+    if not value:
+        return NOTHING
+    seconds = (timezone.now() - value).total_seconds()
+    text = duration(abs(seconds)) if abs(seconds) >= 1 else _("%s s") % 1
+    if seconds < 0:
+        text = _("in %s") % text
+    title = date_format(timezone.localtime(value), "j M Y H:i:s")
+    return format_html('<time datetime="{}" title="{}">{}</time>', value.isoformat(), title, text)
+
+
 def size(count: int | None) -> str:
     """Return bytes as MiB."""
     if not count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -9,13 +10,17 @@ from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
 
+from django.db.models import F
 from django.http import Http404, HttpResponse
 from django.utils import timezone
+from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
+from kjo_django.admin.dashboard.figures import duration
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
+from kjo_django.admin.display import one_line, short_arguments
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction, search
@@ -30,6 +35,7 @@ from kjo_django.workflows.lists import waits_for, workflow_of
 SIZE = 50
 SHOWN_FAILURES = 50
 SHOWN_LETTERS = 10
+LONGEST_DESCRIPTION = 300
 
 
 def show_list(page: Page) -> HttpResponse:
@@ -49,9 +55,14 @@ def show_list(page: Page) -> HttpResponse:
     if listed is not None and not page.may("view_payload"):
         hide_texts(listed.rows)
     rows: Sequence[Any] = () if listed is None else listed.rows
-    limits = limits_awaited(rows)
+    shown, limits = shown_states(rows), limits_awaited(rows)
+    taken = _seconds_taken(rows, shown)
+    arguments = short_arguments(rows) if page.may("view_payload") else {}
     for row in rows:
+        row.shown_state = shown[row.pk]
         row.waits_for_limit = limits.get(row.pk, "")
+        row.seconds_taken = taken.get(row.pk)
+        row.short_arguments = arguments.get(row.pk)
     return page.show(
         "jobs.html",
         {
@@ -59,6 +70,7 @@ def show_list(page: Page) -> HttpResponse:
             "q": text,
             "wrong": wrong,
             "tabs": _tabs(page, found),
+            "is_unfiltered": found is not None and found.is_empty,
             "actions": [
                 each for each in button_actions(Subject.JOBS) if each.is_bulk and page.allows(each)
             ],
@@ -69,6 +81,29 @@ def show_list(page: Page) -> HttpResponse:
         controls="jobs_form.html",
         title=_("Jobs"),
     )
+
+
+def _seconds_taken(rows: Sequence[Job], shown: dict[Any, JobStatus]) -> dict[Any, float]:
+    """Return how long the latest attempt of each job ran, by the job's key: of a running job until
+    now. Jobs of which it is not known are missing. It costs a query if one has failed.
+
+    :param shown: the state that people are shown, by the job's key.
+    """
+    now, taken = timezone.now(), dict[Any, float]()
+    for row in rows:
+        ended = now if shown[row.pk] == JobStatus.PROCESSING else row.finished_at
+        if row.state != JobState.FAILED and row.started_at is not None and ended is not None:
+            taken[row.pk] = max(0.0, (ended - row.started_at).total_seconds())
+    failed = [row.pk for row in rows if row.state in (JobState.FAILED, JobState.FAILING)]
+    if failed:
+        failures = JobFailure.objects.using(jobs_database()).order_by()
+        latest = failures.filter(
+            job_id__in=failed, attempt=F("job__attempts"), generation=F("job__generation")
+        )
+        for key, started_at, failed_at in latest.values_list("job_id", "started_at", "failed_at"):
+            if started_at is not None:
+                taken[key] = max(0.0, (failed_at - started_at).total_seconds())
+    return taken
 
 
 def search_of(page: Page) -> tuple[str, search.JobFilter | None, str]:
@@ -136,7 +171,7 @@ class Step:
 
 
 def show_one(page: Page, job: UUID) -> HttpResponse:
-    """Return one job."""
+    """Show one job: what it does, how it went, and its attempts."""
     found = _find(job)
     status = shown_states([found])[found.pk]
     failures = list(_failures(page, found))
@@ -145,6 +180,8 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
         redaction.hide_texts([found, *failures])
     progress = progress_of([found.pk]).get(str(found.pk))
     limit = limits_awaited([found]).get(found.pk, "")
+    payload = redaction.shown_payload(found) if page.may("view_payload") else None
+    title = f"{found.handler}({one_line(payload)})" if page.may("view_payload") else found.handler
     return page.show(
         "job.html",
         {
@@ -155,7 +192,11 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "failures": failures,
             "letters": list(letters[:SHOWN_LETTERS]) if page.may("view_deadletter") else [],
             "progress": progress,
-            "payload": redaction.shown_payload(found) if page.may("view_payload") else None,
+            "is_running": status == JobStatus.PROCESSING,
+            "description": _description(found.handler),
+            "waited": _seconds_between(found.available_at, found.started_at),
+            "taken": _seconds_taken([found], {found.pk: status}).get(found.pk),
+            "payload": payload,
             "result": _result(page, found),
             "headers": redaction.shown_headers(found) if page.may("view_payload") else None,
             "buttons": page.buttons(Subject.JOBS, status, found.pk),
@@ -165,7 +206,7 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "waits_for_limit": limit,
             "summary": f"{found.handler}: {status.label}",
         },
-        title=_("Job %s") % found.pk,
+        title=title,
     )
 
 
@@ -174,6 +215,17 @@ def _find(job: UUID) -> Job:
     if found is None:
         raise Http404(_("There is no such job; it may have been pruned."))
     return found
+
+
+def _description(name: str) -> str:
+    """Return the first paragraph of the docstring of a handler's function, on one line."""
+    handler = registry.find(name)
+    text = inspect.getdoc(handler.function) if handler is not None else None
+    return " ".join((text or "").split("\n\n")[0].split())[:LONGEST_DESCRIPTION]
+
+
+def _seconds_between(start: datetime | None, end: datetime | None) -> float | None:
+    return None if start is None or end is None else max(0.0, (end - start).total_seconds())
 
 
 def _failures(page: Page, job: Job) -> Any:
@@ -197,17 +249,38 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
             "attempt": failure.attempt,
             "error": failure.error_type,
         }
-        steps.append(Step(failure.failed_at, "failed", text, failure.worker, failure))
-    if job.started_at is not None and status in (JobStatus.PROCESSING, JobStatus.COMPLETED):
-        steps.append(Step(job.started_at, "done", _("Started")))
+        took = _seconds_between(failure.started_at, failure.failed_at)
+        detail = _details(failure.started_at, took, failure.worker)
+        steps.append(Step(failure.failed_at, "failed", text, detail, failure))
+    has_started = status in (JobStatus.PROCESSING, JobStatus.COMPLETED)
+    if job.started_at is not None and has_started:
+        # The attempt that runs is counted when it has ended.
+        number = job.attempts + (status == JobStatus.PROCESSING)
+        text = _("Attempt %(attempt)d started") % {"attempt": number}
+        waited = _seconds_between(job.available_at, job.started_at)
+        detail = _("waited %s") % duration(waited) if number == 1 else ""
+        steps.append(Step(job.started_at, "done", text, detail))
     steps.sort(key=lambda step: step.moment or timezone.now())
     if job.state in states.FINAL:
         kind = "done" if job.state == JobState.COMPLETED else "failed"
-        steps.append(Step(job.finished_at, kind, str(status.label)))
+        took = None
+        if job.state == JobState.COMPLETED:
+            took = _seconds_between(job.started_at, job.finished_at)
+        detail = _("took %s") % duration(took) if took is not None else ""
+        steps.append(Step(job.finished_at, kind, str(status.label), detail))
     else:
         detail = _("waits for %s") % limit if limit else ""
         steps.append(Step(_due(job, status), "next", str(status.label), detail))
     return steps
+
+
+def _details(started_at: datetime | None, took: float | None, worker: str) -> str:
+    """Return when an attempt that failed began, how long it took and where it ran."""
+    parts = []
+    if started_at is not None:
+        moment = date_format(timezone.localtime(started_at), "H:i:s")
+        parts = [_("started %s") % moment, _("took %s") % duration(took)]
+    return " · ".join([*parts, worker] if worker else parts)
 
 
 def _due(job: Job, status: JobStatus) -> datetime | None:
