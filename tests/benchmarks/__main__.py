@@ -127,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, lanes, processes, table, latency, wait, chain, memory or a "
+        help="drain, enqueue, relay, lanes, processes, table, database, latency, wait, chain, "
+        "memory or a "
         "case such as drain.insert; may be given several times",
     )
     add("--leave-out", action="append", default=[], metavar="CASE", help="all but this case")
@@ -140,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N",
-        help="rows in the table of the scenario named table; 1,000,000 and 10,000,000 with --full",
+        help="rows in the table, for the scenarios table and database; 1,000,000 and 10,000,000 "
+        "with --full",
     )
     add("--lanes", type=_positive, metavar="N", help="lanes of the worker instead of its default")
     add(

@@ -36,6 +36,8 @@ class Sizes:
     latency_seconds: float = 5
     idle_seconds: float = 3
     loaded_rate: int = 1_000
+    database: int = 10_000
+    """Of what is measured at the database."""
 
 
 QUICK = {
@@ -76,6 +78,7 @@ FULL = {
         keyed=2_000,
         processes=200_000,
         tables=(1_000_000, 10_000_000),
+        database=20_000,
         latency_seconds=20,
         idle_seconds=10,
     ),
@@ -111,6 +114,7 @@ def sizes_for(engine: str, jobs: int | None, full: bool = False) -> Sizes:
         memory=3 * jobs,
         keyed=jobs if sizes.keyed else 0,
         processes=3 * jobs if sizes.processes else 0,
+        database=jobs,
         single=min(sizes.single, jobs),
     )
 
@@ -235,7 +239,13 @@ class _Catalogue:
         ]
 
     def on_kafka(self) -> list[Case]:
-        return [self._relay(), self._lanes(), *self._processes(), *self._tables()]
+        return [
+            self._relay(),
+            self._lanes(),
+            *self._processes(),
+            *self._tables(),
+            *self._database(),
+        ]
 
     def _relay(self) -> Case:
         count = self.sizes.drain
@@ -303,6 +313,36 @@ class _Catalogue:
                     against=against,
                 ),
             ]
+        return cases
+
+    def _database(self) -> list[Case]:
+        count = self.sizes.database
+        step = Step("measures.database.steps", {"count": count})
+        about = "what no-ops cost the database: all stored, then all published, then all run"
+        only_topic = Input("no_op", 0, is_published=False)
+        cases = [
+            Case("database.steps", self.engine, step, input=only_topic, most_rounds=1, about=about),
+            Case(
+                "database.steady",
+                self.engine,
+                Step("measures.database.steady", {"rate": 100, "seconds": count / 1000}),
+                input=only_topic,
+                most_rounds=1,
+                about="what no-ops cost the database that come one by one, 100 a second",
+            ),
+        ]
+        for rows in self.sizes.tables:
+            million, left = divmod(rows, 1_000_000)
+            cases.append(
+                Case(
+                    f"database.steps_{rows if left else f'{million}m'}",
+                    self.engine,
+                    step,
+                    input=replace(only_topic, rows=rows),
+                    most_rounds=1,
+                    about=f"{about}; with {rows:,} jobs in the table",
+                )
+            )
         return cases
 
     def latencies(self) -> list[Case]:

@@ -31,6 +31,14 @@ COLUMNS = (
     "Redis",
     "rounds",
 )
+STEP_COLUMNS = {
+    "log B": "wal_bytes",
+    "of it pages B": "page_image_bytes",
+    "row versions": "row_versions",
+    "index entries": "index_entries",
+    "sessions µs": "backend_us",
+}
+"""Of what a job costs the database: what each figure is called."""
 NOTES = {
     "seconds_to_first": "s to the first completion",
     "in_flight_peak": "coroutines at once",
@@ -105,6 +113,8 @@ def as_text(result: Mapping[str, Any]) -> str:
         rows = [(f"{engine}:", *COLUMNS[1:])]
         rows += [_row(name, case) for name, case in cases.items()]
         lines += ["", *_aligned(rows), *_notes(cases)]
+        if steps := steps_of(cases):
+            lines += ["", *_aligned([("database:", *STEP_COLUMNS), *steps])]
     if result["peers"]:
         rows = [("peers:", *COLUMNS[1:]), *map(_row, *zip(*result["peers"].items(), strict=True))]
         lines += ["", *_aligned(rows)]
@@ -126,6 +136,17 @@ def _row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
         number(ours.get("redis_round_trips_per_job"), 3),
         str(case.get("rounds", 0)),
     )
+
+
+def steps_of(cases: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each step of each case of the scenario ``database``."""
+    rows = []
+    for name, case in cases.items():
+        told = [figure.partition(":") for figure in case.get("ours", {}) if ":" in figure]
+        for step in dict.fromkeys(step for step, _, _ in told):
+            values = (case["ours"].get(f"{step}:{figure}") for figure in STEP_COLUMNS.values())
+            rows.append((f"  {name} {step}", *map(number, values, (0, 0, 2, 2, 1))))
+    return rows
 
 
 def number(value: float | None, digits: int) -> str:

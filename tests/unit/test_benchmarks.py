@@ -147,6 +147,16 @@ def test_what_was_measured_before_an_interruption_is_kept(monkeypatch):
     assert "interrupted" in told[-1]
 
 
+def test_what_each_step_costs_the_database_is_a_row_of_a_table():
+    found = {"enqueue:wal_bytes": 600.4, "enqueue:row_versions": 1.0, "vacuum:wal_bytes": 30.0}
+    cases = {"database.steps": {"ours": found}, "drain.no_op": {"ours": {"seconds": 5.0}}}
+
+    assert report.steps_of(cases) == [
+        ("  database.steps enqueue", "600", "", "1.00", "", ""),
+        ("  database.steps vacuum", "30", "", "", "", ""),
+    ]
+
+
 # --- Cases ----------------------------------------------------------------------------------------
 
 
