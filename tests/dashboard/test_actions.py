@@ -169,9 +169,7 @@ def test_the_jobs_ticked_are_changed_and_no_other(operator):
     said = texts(client.post(url("jobs_chosen", "requeue"), given, follow=True))
     assert said == ["2 jobs were requeued."]
     assert set(Job.objects.filter(generation=2)) == {jobs[0], jobs[2]}
-    assert texts(client.post(url("jobs_chosen", "requeue"), follow=True)) == [
-        "Tick the jobs you mean first."
-    ]
+    assert texts(client.post(url("jobs_chosen", "requeue"), follow=True)) == ["Select jobs first."]
     assert client.post(url("jobs_chosen", "cancel"), given).status_code == 403
     assert client.post(url("jobs_chosen", "explode"), given).status_code == 404
 
@@ -236,7 +234,7 @@ def test_a_group_of_errors_is_replayed_and_the_others_stay(operator):
 def test_nothing_chosen_replays_nothing(everybody):
     DeadLetterFactory(of_job=True)
     said = texts(everybody.post(url("replay"), {"confirmed": 1}, follow=True))
-    assert said == ["Tick the dead letters you mean first."]
+    assert said == ["Select dead letters first."]
     assert DeadLetter.objects.get().state == "open"
     everybody.post(url("replay"), {"confirmed": 1, "all": 1})
     assert DeadLetter.objects.get().state == "replayed"

@@ -86,7 +86,7 @@ def test_a_hostile_release_is_text():
 
 def test_nothing_is_drawn_as_nothing():
     html = Chart("x", "Nothing", [], [Line("p50", "p50", [])]).render()
-    assert "Nothing in this time." in html
+    assert "Nothing happened in this time." in html
 
 
 @given(st.lists(st.none() | st.floats(0, 1e15), max_size=50))

@@ -237,8 +237,8 @@ def test_a_topic_of_many_partitions_is_shown_to_a_limit(everybody, settings, mon
     answer_with(monkeypatch, found)
     page = page_of(everybody)
     assert "100 more" in page
-    assert '<td class="kjo-number">499</td>' in page
-    assert '<td class="kjo-number">500</td>' not in page
+    assert 'class="kjo-number">499</td>' in page
+    assert ">500</td>" not in page
 
 
 # --- Workers --------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from django.utils import timezone
 
 import kjo_django
 from kjo_django import registry
-from kjo_django.admin.dashboard import SCREENS
+from kjo_django.admin.dashboard import SCREENS, overview
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, Schedule
+from kjo_django.operations.monitoring.health import Check
 from kjo_django.runtime import get_coordination
 from tests.dashboard.conftest import texts, url
 from tests.factories import (
@@ -206,7 +207,7 @@ def test_the_overview_tells_what_goes_on(everybody):
     WorkerFactory(stale=True, in_flight_count=100)
     MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
     page = everybody.get(url("overview")).content.decode()
-    tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt><dd>([^<]*)</dd>", page))
+    tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt>\s*<dd>([^<]*)</dd>", page))
     assert (tiles["Pending"], tiles["Scheduled"]) == ("3", "1")
     assert tiles["Queued"] == "1"
     assert tiles["In flight"] == "7"
@@ -216,10 +217,71 @@ def test_the_overview_tells_what_goes_on(everybody):
     assert "completed <b>40</b>" in page
 
 
-def test_what_is_not_well_is_told_on_the_first_screen(everybody):
-    page = everybody.get(url("overview")).content.decode()
-    assert "Not well:" in page
-    assert "Start manage.py kjo_consume." in page
+def verdict(client) -> str:
+    """Return the sentence at the top of the first screen, with what is beside it."""
+    page = client.get(url("overview")).content.decode()
+    section = page[page.index("kjo-verdict") : page.index("</section>", page.index("kjo-verdict"))]
+    return " ".join(re.sub(r"<[^>]+>", " ", section[section.index(">") + 1 :]).split())
+
+
+def test_the_first_screen_says_that_a_check_fails_and_what_to_do(everybody):
+    said = verdict(everybody)
+    assert re.match(r"\d checks? fails?; what to do is beside (it|each)\. See all checks", said)
+    assert "Start manage.py kjo_consume." in said
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    checks = [Check("workers", True, "one is alive")]
+    monkeypatch.setattr(overview.health, "health", lambda *given: checks)
+    WorkerFactory()
+    return checks
+
+
+def test_the_first_screen_says_that_all_is_well(everybody, healthy):
+    assert verdict(everybody) == "All is well: 1 worker, 0 jobs a minute; no job waits."
+    cache.clear()
+    JobFactory(available_at=timezone.now() - timedelta(minutes=20, seconds=5))
+    assert verdict(everybody).endswith("the oldest job has waited for 20 min.")
+
+
+def test_the_first_screen_says_that_dead_letters_wait_or_that_a_check_warns(everybody, healthy):
+    healthy.append(Check("scaling", True, "idle", "Start fewer."))
+    assert verdict(everybody).startswith("Work goes on, with 1 warning. See all checks scaling")
+    cache.clear()
+    DeadLetterFactory.create_batch(2)
+    said = verdict(everybody)
+    assert said.startswith("Work goes on, and 2 dead letters wait for your decision")
+    assert "See them by error" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "said", "step"),
+    [
+        ("jobs", "", "No job has been enqueued yet", "kjo_consume"),
+        ("jobs", "?q=state:failed", "No job fits this search", "Show all jobs"),
+        ("dead_letters", "", "No open dead letters", "replay or discard"),
+        ("dead_letters", "?queue=x", "No open dead letter fits", "Show all dead letters"),
+        ("letters", "", "No dead letter is open", "replay or discard"),
+        ("letters", "?queue=x", "No open dead letter fits", "Show all dead letters"),
+        ("workflows", "", "No workflow has been started", "chain() or group()"),
+        ("workflows", "?q=x", "No workflow fits", "Show all workflows"),
+        ("schedules", "", "There is no schedule yet", "or add one here"),
+        ("schedules", "?q=x", "No schedule fits", "Show all schedules"),
+        ("consumers", "", "No worker has registered", "kjo_consume"),
+        ("events", "", "No event has taken effect yet", "takes effect once"),
+        ("events", "?id=x", "No event of this id", "Show the newest"),
+    ],
+)
+def test_an_empty_screen_says_the_next_step_and_offers_no_action(
+    everybody, name, query, said, step
+):
+    page = everybody.get(url(name) + query).content.decode()
+    live = page[page.index('id="kjo-live"') :]
+    assert said in live
+    assert step in live
+    assert "formaction" not in live
+    assert "kjo-button" not in live
 
 
 def test_the_queue_page_tells_its_policy_and_handlers(everybody, rows):

@@ -57,7 +57,7 @@ def test_tabs_and_the_search_restrict_the_list(operator):
         found = body(client.get(url("workflows"), {"q": text}))
         assert "tuesday" in found
         assert "monday" not in found
-    assert "No workflow is like this" in body(client.get(url("workflows"), {"q": "xport\0"}))
+    assert "No workflow fits this search" in body(client.get(url("workflows"), {"q": "xport\0"}))
 
 
 def test_the_list_is_paged_by_key(operator, monkeypatch):

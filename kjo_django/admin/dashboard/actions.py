@@ -1,7 +1,7 @@
 """Buttons and confirmations of the actions of the table, and what a posted one does.
 
-An action on one row or on ticked rows is done at once, if it takes no inputs; else a form asks for
-these. An action on all rows found, and any on dead letters, is shown first and carried out by a
+An action on one row or on selected rows is done at once, if it takes no inputs; else a form asks
+for these. An action on all rows found, and any on dead letters, is shown first and carried out by a
 second, posted form. Many rows are the work of an internal job.
 """
 
@@ -73,7 +73,7 @@ def carry_out(
     if isinstance(done, Job):
         found = f" {selection}" if isinstance(selection, JobFilter) else ""
         page.audit(f"Started to change {action.subject}: {action.name}{found}")([done])
-        page.message(_("This takes a while; a job of its own does it."))
+        page.message(_("A background job does this; its page shows the progress."))
         if page.may("view_job"):
             return page.back("job", done.pk)
     elif done is not None:
@@ -150,7 +150,7 @@ def change_chosen(page: Page, action: str) -> HttpResponse:
     found = _action_of_jobs(page, action)
     chosen = page.request.POST.getlist("job")[:MOST_CHOSEN]
     if not chosen:
-        page.message(_("Tick the jobs you mean first."), messages.WARNING)
+        page.message(_("Select jobs first."), messages.WARNING)
         return page.back("jobs")
     if not found.has_required_inputs:
         return carry_out(page, found, chosen, {}, "jobs")
@@ -165,7 +165,7 @@ def change_chosen(page: Page, action: str) -> HttpResponse:
         },
         "jobs",
         is_confirmed="confirmed" in page.request.POST,
-        title=_("%s: the jobs ticked") % found.label,
+        title=_("%s: the selected jobs") % found.label,
     )
 
 
@@ -207,7 +207,7 @@ def change_letters(action: Action, page: Page) -> HttpResponse:
     given = page.request.POST if page.request.method == "POST" else page.request.GET
     selection = selection_of(page, given)
     if selection.is_empty and "all" not in given:
-        page.message(_("Tick the dead letters you mean first."), messages.WARNING)
+        page.message(_("Select dead letters first."), messages.WARNING)
         return page.back("letters")
 
     def preview() -> dict[str, Any]:
@@ -302,7 +302,7 @@ def change_chosen_workflows(page: Page, action: str) -> HttpResponse:
         raise PermissionDenied
     chosen = page.request.POST.getlist("workflow")[:MOST_CHOSEN]
     if not chosen:
-        page.message(_("Tick the workflows you mean first."), messages.WARNING)
+        page.message(_("Select workflows first."), messages.WARNING)
         return page.back("workflows")
     return carry_out(page, found, chosen, {}, "workflows")
 

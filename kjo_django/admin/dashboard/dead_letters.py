@@ -17,7 +17,13 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.actions import show_report
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, screen_of, shared
-from kjo_django.admin.display import inert_json, show_bytes, show_headers, show_message
+from kjo_django.admin.display import (
+    inert_json,
+    short_arguments,
+    show_bytes,
+    show_headers,
+    show_message,
+)
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, Serializer, serializer_for
@@ -93,6 +99,9 @@ def show_letters(page: Page) -> HttpResponse:
         return page.back("letters")
     if not page.may("view_payload"):
         redaction.hide_texts(letters)
+    arguments = short_arguments(letters) if page.may("view_payload") else {}
+    for letter in letters:
+        letter.short_arguments = arguments.get(letter.pk)  # type: ignore[attr-defined]
     query = address_of(selection)
     return page.show(
         "letters.html",

@@ -1,14 +1,15 @@
-"""The first screen: failed checks, figures and charts."""
+"""The first screen: whether all is well, figures and charts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from django.http import HttpResponse
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.charts import Chart, Line
 from kjo_django.admin.dashboard.figures import capped, duration, number
@@ -89,24 +90,81 @@ def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
     return made
 
 
-def failing_checks() -> list[health.Check]:
-    """Return the checks that failed, as of a moment ago."""
-    found: list[health.Check] = shared(
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence that says whether all is well, and what is to be done if not."""
+
+    kind: str
+    """``good``, ``warning`` or ``bad``."""
+    text: str
+    checks: Sequence[health.Check] = ()
+    """Those that failed or warn, each with its remedy."""
+    url: str = ""
+    """Where the operator goes next, with ``link`` as its words."""
+    link: Any = ""
+
+
+def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
+    checks: list[health.Check] = shared(
         "health", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
     )
-    return [check for check in found if check.ok is False]
+    failed = [check for check in checks if check.ok is False]
+    warnings = [check for check in checks if check.ok and check.fix]
+    status_url, see_checks = page.url("status"), _("See all checks")
+    if failed:
+        text = ngettext(
+            "%d check fails; what to do is beside it.",
+            "%d checks fail; what to do is beside each.",
+            len(failed),
+        )
+        found = [*failed, *warnings]
+        return Verdict("bad", text % len(failed), found, status_url, see_checks)
+    letters = figures["open_dead_letters"]
+    if letters:
+        text = ngettext(
+            "Work goes on, and %(count)s dead letter waits for your decision: replay or discard.",
+            "Work goes on, and %(count)s dead letters wait for your decision: replay or discard.",
+            letters,
+        ) % {"count": capped(letters, COUNT_LIMIT)}
+        url = page.url("dead_letters") if page.may("view_deadletter") else ""
+        return Verdict("warning", text, warnings, url, _("See them by error"))
+    if warnings:
+        count = len(warnings)
+        text = ngettext("Work goes on, with %d warning.", "Work goes on, with %d warnings.", count)
+        return Verdict("warning", text % count, warnings, status_url, see_checks)
+    return Verdict("good", _well(figures))
+
+
+def _well(figures: dict[str, Any]) -> str:
+    """Return the sentence for a system that needs nobody."""
+    workers = ngettext("%d worker", "%d workers", figures["living_workers"])
+    values = {
+        "workers": workers % figures["living_workers"],
+        "rate": number(figures["done_per_minute"]),
+        "age": duration(figures["oldest_waiting_seconds"]),
+    }
+    if figures["oldest_waiting_seconds"]:
+        return (
+            _(
+                "All is well: %(workers)s, %(rate)s jobs a minute; the oldest job has waited "
+                "for %(age)s."
+            )
+            % values
+        )
+    return _("All is well: %(workers)s, %(rate)s jobs a minute; no job waits.") % values
 
 
 def show(page: Page) -> HttpResponse:
-    """Show tiles, charts and failed checks."""
+    """Show the verdict, tiles and charts."""
     figures = shared("overview", overview.overview)
     length = RANGES[chosen_range(page)][1]
+    verdict = _verdict(page, figures)
     return page.show(
         "overview.html",
         {
             "tiles": _tiles(page, figures),
-            "summary": _summary(figures),
-            "broken": failing_checks(),
+            "summary": f"{verdict.text} {_summary(figures)}",
+            "verdict": verdict,
             "ranges": range_links(page),
             "charts": [chart.render() for chart in charts(length)],
         },
@@ -125,25 +183,29 @@ def _tiles(page: Page, figures: dict[str, Any]) -> list[Tile]:
     age = figures["oldest_backlog_seconds"]
     is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
     letters_url = page.url("dead_letters") if page.may("view_deadletter") else ""
-    backlog_age = _("oldest %s") % duration(age) if age is not None else ""
+    bad_letters, bad_workers = letters > 0, not figures["living_workers"]
+    workers, lag = number(figures["living_workers"]), number(figures["lag"])
+    backlog_text = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
+    outbox = capped(figures["backlog"], COUNT_LIMIT)
     return [
-        Tile(_("Pending"), count("pending"), jobs("pending")),
-        Tile(_("Scheduled"), count("scheduled"), jobs("scheduled")),
-        Tile(_("Queued"), count("queued"), jobs("queued")),
-        Tile(_("In flight"), number(figures["in_flight"]), jobs("processing")),
-        Tile(_("Retrying"), count("failing"), jobs("failing")),
-        Tile(_("Dead letters"), capped(letters, COUNT_LIMIT), letters_url, is_bad=letters > 0),
-        Tile(_("Failed, last hour"), number(figures["failed_last_hour"])),
-        Tile(_("Done per minute"), number(figures["done_per_minute"])),
-        Tile(_("Oldest waiting"), duration(figures["oldest_waiting_seconds"])),
-        Tile(_("Consumer lag"), number(figures["lag"]), page.url("consumers")),
-        Tile(_("Outbox"), capped(figures["backlog"], COUNT_LIMIT), "", backlog_age, is_late),
+        Tile(_("Pending"), count("pending"), jobs("pending"), _("stored, not published")),
+        Tile(_("Scheduled"), count("scheduled"), jobs("scheduled"), _("due later")),
+        Tile(_("Queued"), count("queued"), jobs("queued"), _("ready for a worker")),
+        Tile(_("In flight"), number(figures["in_flight"]), jobs("processing"), _("at workers")),
+        Tile(_("Failing"), count("failing"), jobs("failing"), _("will be tried again")),
         Tile(
-            _("Workers"),
-            number(figures["living_workers"]),
-            page.url("consumers"),
-            is_bad=not figures["living_workers"],
+            *(_("Dead letters"), capped(letters, COUNT_LIMIT), letters_url),
+            *(_("wait for a decision"), bad_letters),
         ),
+        Tile(_("Done per minute"), number(figures["done_per_minute"]), "", _("now")),
+        Tile(_("Failed, last hour"), number(figures["failed_last_hour"]), "", _("given up")),
+        Tile(
+            *(_("Oldest waiting"), duration(figures["oldest_waiting_seconds"])),
+            *("", _("since it was due")),
+        ),
+        Tile(_("Consumer lag"), lag, page.url("consumers"), _("messages not consumed")),
+        Tile(_("Outbox"), outbox, "", backlog_text, is_late),
+        Tile(_("Workers"), workers, page.url("consumers"), _("alive"), bad_workers),
     ]
 
 

@@ -13,7 +13,7 @@ from uuid import UUID
 from django.http import HttpResponse
 from django.utils import timezone
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.page import Page, Screen, shared
@@ -66,7 +66,8 @@ def show_consumers(page: Page) -> HttpResponse:
             "workers": [_worker(page, row) for row in sorted(rows, key=_order)[:SHOWN]],
             "shown": SHOWN,
             "minutes": MINUTES,
-            "summary": _("%d workers are alive") % len(living),
+            "summary": ngettext("%d worker is alive", "%d workers are alive", len(living))
+            % len(living),
         },
         title=_("Consumers"),
     )
@@ -269,7 +270,10 @@ def show_status(page: Page) -> HttpResponse:
         "status", lambda: health.health(CHECKS_TIMEOUT), CHECKS_TIMEOUT
     )
     broken = [check for check in checks if check.ok is False]
-    summary = _("%d checks are not well") % len(broken) if broken else _("Everything is well")
+    summary = _("Every check passes")
+    if broken:
+        number = len(broken)
+        summary = ngettext("%d check fails", "%d checks fail", number) % number
     return page.show("status.html", {"checks": checks, "summary": summary}, title=_("Status"))
 
 
