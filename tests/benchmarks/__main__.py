@@ -127,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, lanes, processes, table, database, latency, wait, chain, "
-        "memory or a "
+        help="drain, enqueue, relay, lanes, processes, table, database, latency, rates, wait, "
+        "chain, memory or a "
         "case such as drain.insert; may be given several times",
     )
     add("--leave-out", action="append", default=[], metavar="CASE", help="all but this case")

@@ -12,6 +12,8 @@ from tests.benchmarks.cases import EMBEDDED, REAL, Case, Input, Step
 
 BATCH = 500
 """Messages in one transaction of the hand-written loops."""
+RATES = (20, 100, 250)
+"""Jobs a second that people run."""
 CONCURRENT = 5_000
 """Of the loop whose handlers only wait: messages in one transaction, and waits at once."""
 
@@ -35,6 +37,7 @@ class Sizes:
     """Rows in the tables whose size must not matter."""
     latency_seconds: float = 5
     idle_seconds: float = 3
+    rate_seconds: float = 10
     loaded_rate: int = 1_000
     database: int = 10_000
     """Of what is measured at the database."""
@@ -141,6 +144,7 @@ def all_cases(
         *catalogue.enqueues(),
         *(catalogue.on_kafka() if engine == REAL else ()),
         *catalogue.latencies(),
+        *catalogue.rates(),
         *catalogue.rest(),
     ]
 
@@ -366,6 +370,26 @@ class _Catalogue:
         return [
             latency("latency", 50, sizes.idle_seconds),
             latency("latency.loaded", sizes.loaded_rate, 0),
+        ]
+
+    def rates(self) -> list[Case]:
+        """What a job costs when there are few."""
+        is_real = self.engine == REAL
+        return [
+            Case(
+                f"rates.{rate}",
+                self.engine,
+                Step(
+                    "measures.rates.run",
+                    {"rate": rate, "seconds": self.sizes.rate_seconds, "has_celery": is_real},
+                ),
+                compared="jobs_per_cpu_second",
+                about=f"jobs for a second of all processors' time; {rate} a second, one at a time",
+                against="Celery, late acknowledgement, two processes, Redis, no row"
+                if is_real
+                else "",
+            )
+            for rate in RATES
         ]
 
     def rest(self) -> list[Case]:

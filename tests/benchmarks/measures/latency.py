@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import IO, Any
 
 import psutil
@@ -35,6 +36,19 @@ def run(
 
     Both sides read the same monotonic clock of the system.
     """
+    with worker(concurrency) as (process, answers):
+        save(WARM_UP, rate)
+        answers.wait_for(WARM_UP)
+        idle = _idle(psutil.Process(process.pid), idle_seconds)
+        saved, saving = save(int(rate * seconds), rate)
+        done = answers.wait_for(WARM_UP + len(saved))
+    delays = [(done[id] - moment) * 1000 for id, moment in saved.items()]
+    return {**percentiles(delays), **saving, **idle}
+
+
+@contextmanager
+def worker(concurrency: int | None = None) -> Iterator[tuple[subprocess.Popen[str], Answers]]:
+    """Yield a worker process that is ready, and what it reports; it is stopped afterwards."""
     command = child.command("measures.latency.work", {"concurrency": concurrency})
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -42,19 +56,13 @@ def run(
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            answers = _Answers(process.stdout)
+            answers = Answers(process.stdout)
             answers.expect("ready")
-            _save(WARM_UP, rate)
-            answers.wait_for(WARM_UP)
-            idle = _idle(psutil.Process(process.pid), idle_seconds)
-            saved, saving = _save(int(rate * seconds), rate)
-            done = answers.wait_for(WARM_UP + len(saved))
+            yield process, answers
             process.stdin.close()
             process.wait(PATIENCE)
         finally:
             process.kill()
-    delays = [(done[id] - moment) * 1000 for id, moment in saved.items()]
-    return {**_percentiles(delays), **saving, **idle}
 
 
 def work(concurrency: int | None = None) -> None:
@@ -86,7 +94,7 @@ def _say(answer: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class _Answers:
+class Answers:
     """What the worker process tells."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -117,24 +125,33 @@ class _Answers:
             return dict(self._done)
 
 
-def _save(count: int, rate: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Enqueue at an even rate; return the moment before each call, and how long calls took."""
+def _write(number: int) -> Any:
+    return write.enqueue(job=f"job-{number}")
+
+
+def save(
+    count: int, rate: float, job: Callable[[int], Any] = _write
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Enqueue at an even rate; return the moment before each call, and how long calls took.
+
+    :param job: enqueues the job of this number.
+    """
     threads = math.ceil(rate / MOST_PER_THREAD)
     saved: dict[str, float] = {}
     took: list[float] = []
     start = time.monotonic()
 
-    def save(first: int) -> None:
+    def save_from(first: int) -> None:
         for number in range(first, count, threads):
             time.sleep(max(0.0, start + number / rate - time.monotonic()))
             before = time.monotonic()
-            answer = write.enqueue(job=f"job-{number}")
+            answer = job(number)
             took.append((time.monotonic() - before) * 1000)
             saved[str(answer.job_id)] = before
         connection.close()
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(save, range(threads)))
+        list(pool.map(save_from, range(threads)))
     seconds = time.monotonic() - start
     return saved, {"enqueue_p50_ms": statistics.median(took), "saved_per_second": count / seconds}
 
@@ -147,7 +164,7 @@ def _idle(process: psutil.Process, seconds: float) -> dict[str, float]:
     return {"idle_cpu_percent": float(process.cpu_percent())}
 
 
-def _percentiles(delays: Sequence[float]) -> dict[str, float]:
+def percentiles(delays: Sequence[float]) -> dict[str, float]:
     cuts = statistics.quantiles(delays, n=100, method="inclusive")
     return {
         "p50_ms": cuts[49],

@@ -1,9 +1,11 @@
 """Celery on Redis: jobs that do nothing, and callers that wait for one, or for a chain of them."""
 
+import functools
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from celery import Celery, chain
 from celery_workers import work
@@ -19,6 +21,7 @@ app.conf.update(
     worker_send_task_events=False,
     worker_prefetch_multiplier=int(os.environ.get("PREFETCH", "4")),
     worker_hijack_root_logger=False,
+    task_acks_late="LATE" in os.environ,
 )
 
 
@@ -30,6 +33,33 @@ def no_op():
 @app.task(name="kjo_benchmark.nothing")
 def nothing():
     pass
+
+
+@app.task(name="kjo_benchmark.timed")
+def timed(saved_at):
+    os.write(times(), f"{time.monotonic() - saved_at}\n".encode())
+
+
+@functools.cache
+def times():
+    return os.open(os.environ["TIMES"], os.O_WRONLY | os.O_APPEND)
+
+
+def save():
+    """Answer each line on stdin, a number of calls and their rate, with the seconds from each call
+    to the end of its task."""
+    with Path(os.environ["TIMES"]).open() as answers:
+        for line in sys.stdin:
+            count, rate = json.loads(line)
+            start = time.monotonic()
+            for number in range(count):
+                time.sleep(max(0.0, start + number / rate - time.monotonic()))
+                timed.delay(time.monotonic())
+            taken = ""
+            while taken.count("\n") < count:
+                time.sleep(0.05)
+                taken += answers.read()
+            print(json.dumps([float(each) for each in taken.split()]), flush=True)
 
 
 def fill(count):
@@ -56,5 +86,7 @@ if __name__ == "__main__":
         call(nothing.si())
     elif sys.argv[1] == "chain":
         call(chain(nothing.si() for _ in range(5)))
+    elif sys.argv[1] == "save":
+        save()
     else:
         work(app, __file__)
