@@ -245,6 +245,13 @@ def test_the_first_screen_says_that_all_is_well(everybody, healthy):
     assert verdict(everybody).endswith("the oldest job has waited for 20 min.")
 
 
+def test_the_first_screen_does_not_say_that_all_is_well_when_time_was_up(everybody, healthy):
+    healthy.append(Check("lag", None, "not checked: the time was up"))
+    assert verdict(everybody) == (
+        "1 check was not made in time: whether all is well is not known. See all checks"
+    )
+
+
 def test_the_first_screen_says_that_dead_letters_wait_or_that_a_check_warns(everybody, healthy):
     healthy.append(Check("scaling", True, "idle", "Start fewer."))
     assert verdict(everybody).startswith("Work goes on, with 1 warning. See all checks scaling")

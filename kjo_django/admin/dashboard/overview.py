@@ -119,6 +119,14 @@ def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
         )
         found = [*failed, *warnings]
         return Verdict("bad", text % len(failed), found, status_url, see_checks)
+    unmade = sum(check.ok is None for check in checks)
+    if unmade:
+        text = ngettext(
+            "%d check was not made in time: whether all is well is not known.",
+            "%d checks were not made in time: whether all is well is not known.",
+            unmade,
+        )
+        return Verdict("warning", text % unmade, warnings, status_url, see_checks)
     letters = figures["open_dead_letters"]
     if letters:
         text = ngettext(
