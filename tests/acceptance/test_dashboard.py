@@ -291,6 +291,7 @@ def test_a_held_step_is_replayed_and_its_workflow_carries_on_to_its_end(
     site.click(".kjo-strip a")
     site.press("Replay…")
     site.press("Replay")
+    site.wait_for("was replayed")
     # Then the workflow's page shows how it carries on to its end
     site.open(f"workflows/{workflow.pk}/")
     site.wait_for("7 of 7")
