@@ -186,12 +186,10 @@ def test_a_success_hook_that_raises_leaves_the_item_completed(quick, atomic, cap
     send(Item.objects.create())
     work()
     assert Item.objects.get().state == 2
-    errors = list(JobFailure.objects.values_list("error", flat=True))
-    # Seldom another thread writes while the handler does, on SQLite; that attempt is repeated.
-    assert set(errors) <= {"database is locked"}
-    assert 1 <= len(made.calls) <= 1 + len(errors)
+    assert list(JobFailure.objects.values_list("error", flat=True)) == []
+    assert len(made.calls) == 1
     assert "clumsy" in caplog.text
-    assert errors or not Job.objects.exists()
+    assert not Job.objects.exists()
 
 
 @pytest.mark.parametrize("id", [rb'"\ud800"', rb'"a\u0000b"', b'"' + b"x" * 201 + b'"', b'""'])
