@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -216,6 +217,9 @@ class Attempt:
     """For how long its partition is paused after it; None: not at all."""
     step: WorkflowContext | None = None
     """Of a workflow's step: what its run may ask and add."""
+    announcements: Sequence[Callable[[], object]] = ()
+    """Calls that send the signals of what has ended with it: its workflow, and steps that were
+    cancelled because it has failed. They are made when it is announced."""
     row_lease: str | None = None
     """The token under which its job's row was leased; None: it ran in the group's transaction."""
     is_marked: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import traceback as tracebacks
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -246,10 +246,12 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
     now = timezone.now()
-    failures, letters, steps = [], [], []
+    failures, letters = [], []
+    steps: list[tuple[Attempt, tuple[UUID, UUID, str]]] = []
     for attempt in attempts:
         if attempt.is_in_doubt and _was_recorded(using, attempt):
             continue
+        attempt.announcements = ()
         job_id, is_current = _record_job(runtime, attempt, now)
         if not is_current:
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
@@ -257,7 +259,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             continue
         if attempt.ending is not Ending.RETRIED and attempt.row and attempt.row.stage_id:
             ending = states.RESULT_OF[_ACTIONS[attempt.ending]]
-            steps.append((attempt.row.stage_id, attempt.row.id, ending))
+            steps.append((attempt, (attempt.row.stage_id, attempt.row.id, ending)))
         if job_id is not None and attempt.ending in (Ending.RETRIED, Ending.DEAD):
             failures.append(_failure(attempt, job_id, now, worker))
         handler = attempt.delivery.handler
@@ -274,7 +276,10 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     JobFailure.objects.using(using).bulk_create(failures)
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
     if steps:
-        count_ended(runtime, steps)
+        announcements: list[Callable[[], object]] = []
+        # One attempt announces what all of them have ended: they are committed together.
+        steps[0][0].announcements = announcements
+        count_ended(runtime, [step for _, step in steps], announce=announcements.append)
     for attempt in attempts:
         if attempt.ending is Ending.DEAD:
             message, facts = attempt.delivery.message, _facts(attempt)

@@ -838,6 +838,9 @@ class Pipeline:
         for listener in self._listeners:
             what = f"A listener failed, called with {len(attempts)} attempts"
             call_isolated(partial(listener, attempts), what, {})
+        for attempt in attempts:
+            for send in attempt.announcements:
+                call_isolated(send, "Signals of what a step has ended were not sent", {})
 
     def _defer(self, deliveries: list[Delivery], *, count_delivery: bool = False) -> list[Delivery]:
         """Release what comes up again, and return it.

@@ -94,6 +94,7 @@ def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: st
                 winners.append(attempt)
             else:
                 attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
+                attempt.announcements = ()
             attempt.is_marked = attempt.is_marked or attempt.key in fresh
         written = complete(runtime, winners, token)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
@@ -122,7 +123,8 @@ def complete(
     steps = []
     for attempt in attempts:
         if attempt.step is not None and attempt.row is not None:
-            steps.append((attempt.step, attempt.row.id))
+            attempt.announcements = ()  # of an earlier try, which was undone
+            steps.append((attempt, attempt.step, attempt.row.id))
     completions = [
         Completion(
             row,
@@ -135,14 +137,22 @@ def complete(
         for attempt in attempts
         if (row := attempt.row) is not None
     ]
-    now, is_last = timezone.now(), is_last and not steps
-    written = runtime.store.complete(completions, now, token=token, is_last=is_last)
+    now = timezone.now()
+    is_end = is_last and not steps
+    written = runtime.store.complete(completions, now, token=token, is_last=is_end)
     if steps:
-        ended = [(step, id) for step, id in steps if id in written]
+        ended = [one for one in steps if one[2] in written]
+        announcements: list[Callable[[], object]] = []
+        for attempt, _, _ in ended[:1]:
+            # One announces what all have ended: they are committed together, maybe along with the
+            # last statement, and then without an answer.
+            attempt.announcements = announcements
         count_ended(
             runtime,
-            [(step.stage_id, id, JobState.COMPLETED) for step, id in ended],
-            [step for step, _ in ended],
+            [(step.stage_id, id, JobState.COMPLETED) for _, step, id in ended],
+            [step for _, step, _ in ended],
+            announce=announcements.append,
+            is_last=is_last,
         )
     return written
 

@@ -1,9 +1,10 @@
-"""Waiting for the end of a job.
+"""Waiting for the end of a job or of a workflow.
 
 Each waiter has a channel, which its job's header ``kjo-reply-to`` names. The worker that commits
 the job's end notifies the channel. So a job nobody waits for costs nothing, and an awaited one
-costs one notification. Notifications may be lost: the row decides. It is read after subscribing, at
-each notification, on a slow poll, and once more at the end of the time.
+costs one notification. The end of a workflow is notified on one of a few channels that all
+processes know. Notifications may be lost: the row decides. It is read after subscribing, at each
+notification, on a slow poll, and once more at the end of the time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, connections
@@ -120,9 +121,16 @@ def facts_of_failure(job: Job) -> dict[str, Any]:
 
 CHANNELS = 64
 """With more waiters than this, some share a channel and are also woken for other jobs."""
+WORKFLOW_CHANNELS = [f"kjo:workflows:{number}" for number in range(64)]
+"""On which the ends of workflows are notified; waiters are also woken for other workflows."""
 IDLE = 10.0
 """Seconds without a waiter after which the listener and its thread end."""
 _WAIT = 1.0
+
+
+def workflow_channel(id: uuid.UUID) -> str:
+    """Return the channel on which the end of a workflow is notified."""
+    return WORKFLOW_CHANNELS[id.int % len(WORKFLOW_CHANNELS)]
 
 
 class ReplyListener:
@@ -136,7 +144,8 @@ class ReplyListener:
         self.pid = os.getpid()
         name = uuid7().hex
         self.channels = [f"{REPLY_CHANNELS}{name}:{number}" for number in range(CHANNELS)]
-        self._waiting: dict[str, set[Callable[[], None]]] = {name: set() for name in self.channels}
+        heard = (*self.channels, *WORKFLOW_CHANNELS)
+        self._waiting: dict[str, set[Callable[[], None]]] = {name: set() for name in heard}
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._idle_since = time.monotonic()
@@ -146,19 +155,20 @@ class ReplyListener:
         """The number of waiters."""
         return sum(map(len, self._waiting.values()))
 
-    def add(self, waiter: Callable[[], None]) -> str:
+    def add(self, waiter: Callable[[], None], channel: str = "") -> str:
         """Return a channel whose notifications reach the waiter from now on.
 
+        :param channel: one of ``WORKFLOW_CHANNELS``; empty: one of this listener's own.
         :raises CoordinationError: coordination cannot be reached.
         """
         with self._lock:
             if self._listener is None:
-                self._listener = self.coordination.listen(self.channels)
+                self._listener = self.coordination.listen(list(self._waiting))
                 thread = threading.Thread(
                     target=self._run, args=(self._listener,), name="kjo-replies", daemon=True
                 )
                 thread.start()
-            channel = min(self.channels, key=lambda name: len(self._waiting[name]))
+            channel = channel or min(self.channels, key=lambda name: len(self._waiting[name]))
             self._waiting[channel].add(waiter)
             return channel
 
@@ -239,9 +249,33 @@ class Awaited:
     created_at: datetime | None = None
     """When the awaited run was enqueued; None: the run that the row holds when it is first read."""
     is_called: bool = False
-    """Whether the job's header names the waiter's channel; else its end is found by polling."""
+    """Whether its end notifies the waiter's channel; else its end is found by polling."""
     attempts: int = 0
     """Attempts with a recorded outcome, when the row was last read."""
+
+    what: ClassVar = "Job"
+
+    def look(self) -> tuple[bool, Any, Awaited]:
+        """Read the row; return whether the run has ended, its result, and the run to wait for from
+        now on.
+
+        :raises JobError: the run has ended without a result.
+        """
+        job = Job.objects.using(jobs_database()).filter(pk=self.job_id).only(*_READ).first()
+        if job is None:
+            raise JobNotFoundError(f"Job {self.name!r} was deleted while it was waited for")
+        if self.created_at is not None and job.created_at != self.created_at:
+            raise JobCancelledError(f"Job {self.name!r} was ended and enqueued anew meanwhile")
+        if job.state == JobState.COMPLETED:
+            return True, result_of(job), self
+        if job.state == JobState.FAILED:
+            raise failure_of(self.name, job)
+        if job.state == JobState.CANCELLED:
+            raise JobCancelledError(f"Job {self.name!r} was cancelled")
+        return False, None, replace(self, attempts=job.attempts, created_at=job.created_at)
+
+
+_READ = ("state", "created_at", "content_type", "result", "error", "attempts", "generation")
 
 
 def seconds_of(timeout: Any) -> float:
@@ -278,9 +312,11 @@ def close_connections() -> None:
 
 
 class Waiter:
-    """Waits for one job: enter it as a context manager, enqueue with ``channel``, call ``wait``.
+    """Waits for one job or workflow: enter it as a context manager, enqueue a job with ``channel``,
+    call ``wait``.
 
     :param timeout: seconds.
+    :param shared: one of ``WORKFLOW_CHANNELS``, to be notified there.
     :param releases: close this thread's database connections for longer sleeps, so that many
         waiters need few sessions. Connections in a transaction stay open.
     """
@@ -288,9 +324,10 @@ class Waiter:
     channel: str | None = None
     """The channel for the job's header; None if coordination cannot be reached."""
 
-    def __init__(self, timeout: float, *, releases: bool = False) -> None:
+    def __init__(self, timeout: float, *, shared: str = "", releases: bool = False) -> None:
         self._deadline = time.monotonic() + seconds_of(timeout)
         self._timeout = timeout
+        self._shared = shared
         self._releases = releases
         self._listener: ReplyListener | None = None
         self._called = threading.Event()
@@ -302,7 +339,7 @@ class Waiter:
     def __enter__(self) -> Waiter:
         try:
             self._listener = _current_listener()
-            self.channel = self._listener.add(self._call)
+            self.channel = self._listener.add(self._call, self._shared)
         except CoordinationError as error:
             logger.warning("Waiting by polling only: %s", error)
         return self
@@ -312,7 +349,7 @@ class Waiter:
             self._listener.remove(self.channel, self._call)
 
     def wait(self, awaited: Awaited) -> Any:
-        """Return the job's result.
+        """Return the result of a job or workflow.
 
         :raises JobFailedError: it failed for good.
         :raises JobCancelledError: it was cancelled, or enqueued anew with another payload.
@@ -331,7 +368,7 @@ class Waiter:
             self._called.wait(pause)
 
     async def await_(self, awaited: Awaited) -> Any:
-        """Return the job's result without blocking a thread; see ``wait``."""
+        """Return the result without blocking a thread; see ``wait``."""
         loop, called = asyncio.get_running_loop(), asyncio.Event()
 
         def on_call() -> None:
@@ -352,9 +389,9 @@ class Waiter:
                 await asyncio.wait_for(called.wait(), pause)
 
     def _read(self, awaited: Awaited) -> tuple[bool, Any, Awaited]:
-        """Return the answer of ``_look``. While the database is away the job has not ended."""
+        """Read the row. While the database is away, the job or workflow has not ended."""
         try:
-            return _look(awaited)
+            return awaited.look()
         except (OperationalError, InterfaceError):
             connection = connections[jobs_database()]
             if connection.in_atomic_block or time.monotonic() >= self._deadline:
@@ -367,7 +404,8 @@ class Waiter:
         if remaining > 0:
             return remaining
         raise JobTimeoutError(
-            f"Job {awaited.name!r} did not end within {self._timeout:g} s; it may still complete",
+            f"{awaited.what} {awaited.name!r} did not end within {self._timeout:g} s; "
+            "it may still complete",
             job_id=awaited.name,
             timeout=self._timeout,
             attempts=awaited.attempts,
@@ -383,25 +421,3 @@ class Waiter:
         while True:
             yield pause
             pause = min(pause * POLL_GROWTH, longest)
-
-
-_READ = ("state", "created_at", "content_type", "result", "error", "attempts", "generation")
-
-
-def _look(awaited: Awaited) -> tuple[bool, Any, Awaited]:
-    """Return whether the run has ended, its result, and the run to wait for from now on."""
-    job = Job.objects.using(jobs_database()).filter(pk=awaited.job_id).only(*_READ).first()
-    if job is None:
-        raise JobNotFoundError(f"Job {awaited.name!r} was deleted while it was waited for")
-    awaited = replace(awaited, attempts=job.attempts)
-    if awaited.created_at is None:
-        awaited = replace(awaited, created_at=job.created_at)
-    elif job.created_at != awaited.created_at:
-        raise JobCancelledError(f"Job {awaited.name!r} was ended and enqueued anew meanwhile")
-    if job.state == JobState.COMPLETED:
-        return True, result_of(job), awaited
-    if job.state == JobState.FAILED:
-        raise failure_of(awaited.name, job)
-    if job.state == JobState.CANCELLED:
-        raise JobCancelledError(f"Job {awaited.name!r} was cancelled")
-    return False, None, awaited

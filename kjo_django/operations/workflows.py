@@ -147,7 +147,7 @@ def _end(row: Workflow, state: WorkflowState, why: str) -> None:
     runtime, now, before = current_runtime(), timezone.now(), row.state
     stages = WorkflowStage.objects.using(runtime.database).filter(workflow=row)
     for stage in stages.filter(finished_at=None, pk__in=_waiting(row).values("stage")):
-        cancel_waiting(runtime, stage, f"The workflow has ended: {why}", now)
+        cancel_waiting(runtime, stage.pk, f"The workflow has ended: {why}", now)
         stages.filter(pk=stage.pk).update(finished_at=now)
         row.open_stage_count -= 1
     row.state, row.reason, row.finished_at = state, why, now

@@ -7,10 +7,15 @@ from functools import cache
 from django.db import connections
 
 from kjo_django.store.base import Store
+from kjo_django.store.mysql import MySqlStore
 from kjo_django.store.postgres import PostgresStore
 from kjo_django.store.sqlite import SqliteStore
 
-_STORES: dict[str, type[Store]] = {"postgresql": PostgresStore, "sqlite": SqliteStore}
+_STORES: dict[str, type[Store]] = {
+    "mysql": MySqlStore,
+    "postgresql": PostgresStore,
+    "sqlite": SqliteStore,
+}
 
 
 def store_for(alias: str) -> Store:

@@ -13,24 +13,37 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import connections, transaction
-from django.db.models import BooleanField, Case, F, Q, Value, When
+from django.db.models import BooleanField, Case, Count, F, Q, Sum, Value, When
 from django.db.models.constants import OnConflict
 from django.db.models.expressions import RawSQL
-from django.db.models.functions import Coalesce, Length
+from django.db.models.functions import Coalesce, Greatest, Length
 from django.db.models.lookups import In
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, WorkflowCount, transition
+from kjo_django.models import (
+    EventKey,
+    Job,
+    Lease,
+    ProcessedEvent,
+    Workflow,
+    WorkflowCount,
+    WorkflowEdge,
+    WorkflowStage,
+    transition,
+)
 from kjo_django.states import JobState
 from kjo_django.store.rows import (
     COLUMNS,
     NAMED_BY_OTHERS,
+    Advance,
     Completion,
     DueJob,
+    FollowerRow,
     JobRow,
     Place,
     Publication,
+    StageRow,
     StepCounts,
 )
 from kjo_django.values import ANY_SIZE, count_within
@@ -121,6 +134,30 @@ class Store:
         with socket.socket(fileno=os.dup(raw.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 
+    # --- Rows that may be there already -----------------------------------------------------------
+
+    def insert_missing(self, rows: Sequence[Model]) -> None:
+        """Insert rows of one model, but those whose key is taken."""
+        every = type(rows[0])._default_manager.using(self.alias)
+        every.bulk_create(rows, ignore_conflicts=True)
+
+    def insert_or_update(
+        self,
+        rows: Sequence[Model],
+        key: str,
+        changed: Sequence[str],
+        batch_size: int | None = None,
+    ) -> None:
+        """Insert rows of one model; of those whose key is taken, update some columns."""
+        has_target = connections[self.alias].features.supports_update_conflicts_with_target
+        type(rows[0])._default_manager.using(self.alias).bulk_create(
+            rows,
+            update_conflicts=True,
+            unique_fields=[key] if has_target else None,
+            update_fields=changed,
+            batch_size=batch_size,
+        )
+
     # --- Markers of effects -----------------------------------------------------------------------
 
     def insert_markers(
@@ -140,8 +177,8 @@ class Store:
         now = now or timezone.now()
         times = {"processed_at": now, "created_at": now, "updated_at": now}
         rows = [ProcessedEvent(**key._asdict(), **times) for key in sorted(set(keys))]
+        self.insert_missing(rows)
         markers = ProcessedEvent.objects.using(self.alias)
-        markers.bulk_create(rows, ignore_conflicts=True)
         # There is no ON CONFLICT … RETURNING: the new rows are those with the ids made above.
         ids = [row.pk for row in rows]
         ours = set(markers.filter(pk__in=ids).values_list("pk", flat=True))
@@ -355,6 +392,62 @@ class Store:
             found.append((row.stage_id, new))
         return found
 
+    def lock_workflows(
+        self,
+        ids: Collection[UUID],
+        changes: Mapping[int, StepCounts] | None = None,
+        stages: Collection[UUID] = (),
+    ) -> tuple[list[Workflow], list[StageRow]]:
+        """Lock workflows in the order of their keys, inside the caller's transaction, and return
+        them; return what ``read_stages`` finds under these locks, too.
+
+        :param changes: are added to rows of counts first, as by ``count_steps``.
+        :param stages: the keys of the stages that are read.
+        """
+        if changes:
+            self.count_steps(changes)
+        rows = Workflow.objects.using(self.alias).filter(pk__in=ids).order_by("pk")
+        features = connections[self.alias].features
+        if features.has_select_for_update:
+            rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
+        return list(rows), self.read_stages(stages) if stages else []
+
+    def read_stages(self, ids: Collection[UUID]) -> list[StageRow]:
+        """Return stages with the sums of their counts and with the stages that wait for them."""
+        stages = WorkflowStage.objects.using(self.alias).filter(pk__in=ids)
+        bad = Sum(F("counts__failed_count") + F("counts__cancelled_count"))
+        sums = stages.annotate(open=Sum("counts__open_count"), bad=bad)
+        columns = ("id", "workflow_id", "handler", "finished_at", "open", "bad")
+        rows = {row[0]: StageRow(*row) for row in sums.values_list(*columns)}
+        ended = [row.id for row in rows.values() if row.bad or not row.open]
+        if ended:
+            edges = WorkflowEdge.objects.using(self.alias).filter(required__in=ended, is_met=False)
+            unmet = Count("stage__requirements", filter=Q(stage__requirements__is_met=False))
+            names = [f"stage__{name}" for name in FollowerRow._fields[2:-2]]
+            found = edges.annotate(unmet=unmet).order_by("pk")
+            for required, *follower in found.values_list(
+                "required_id", "pk", "stage_id", *names, "unmet"
+            ):
+                rows[required].followers.append(FollowerRow(*follower))
+        return list(rows.values())
+
+    def write_advance(self, advance: Advance, *, is_last: bool = False) -> None:
+        """Write what follows from steps that have ended, under the locks of their workflows.
+
+        :param is_last: the caller does nothing more but commit: the commit may go along.
+        """
+        if advance.ended:
+            stages = WorkflowStage.objects.using(self.alias).filter(pk__in=advance.ended)
+            stages.update(finished_at=advance.now)
+        if advance.met:
+            edges = WorkflowEdge.objects.using(self.alias).filter(pk__in=advance.met)
+            edges.update(is_met=True)
+        if advance.released:
+            jobs = Job.objects.using(self.alias).filter(stage__in=advance.released)
+            transition("release", jobs, available_at=Greatest("available_at", advance.now))
+        for workflow in advance.workflows:
+            workflow.save(using=self.alias, update_fields=WORKFLOW_COLUMNS)
+
     # --- New jobs ---------------------------------------------------------------------------------
 
     def insert_jobs(self, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
@@ -415,10 +508,26 @@ class Store:
         :param without_topics: destinations whose rows to leave out.
         :param max_bytes: of payloads: no row follows the one with which they reach it.
         """
-        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, _is_of(queues))
+        rows = Job.objects.using(self.alias).filter(_is_of(queues))
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
-        due = rows.filter(available_at__lte=timezone.now()).order_by("available_at", "id")
-        return self._loaded(_sized(due, max_bytes // limit)[:limit], max_bytes)
+        rows = rows.filter(available_at__lte=timezone.now())
+        due = self._first_due(rows, ("available_at", "id"), limit, max_bytes // limit)
+        return self._loaded(due, max_bytes)
+
+    def _first_due(
+        self, rows: QuerySet[Job, Any], order: Sequence[str], limit: int, small: int | None = None
+    ) -> QuerySet[Job, Any]:
+        """Return the first of these rows that await publishing.
+
+        :param small: the columns of due jobs and the length of each payload are returned, but no
+            payload that is longer than this; None for the columns of ``rows``.
+        """
+        if small is not None:
+            names = ["small_payload" if name == "payload" else name for name in DueJob._fields]
+            sized = rows.annotate(size=Length("payload"))
+            small_payload = Case(When(size__lte=small, then="payload"))
+            rows = sized.annotate(small_payload=small_payload).values_list(*names, "size")
+        return rows.filter(_AWAITING_PUBLISH).order_by(*order)[:limit]
 
     def _loaded(self, rows: Iterable[Sequence[Any]], max_bytes: int) -> list[DueJob]:
         """Return due jobs of rows that end with the length of their payload, and have none where it
@@ -456,17 +565,17 @@ class Store:
         that its statistics do not show yet. The queue stands in the order and in a range, so only
         the index by queue has this order: PostgreSQL does not read another queue's backlog.
         """
-        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH)
-        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
+        rows = Job.objects.using(self.alias).exclude(pk__in=list(without))
+        rows = rows.exclude(destination__in=list(without_topics))
         rows = rows.filter(available_at__lte=timezone.now())
         if priorities is None:
             due = rows.filter(queue__gte=queue, queue__lte=queue)
-            ordered = due.order_by("queue", "available_at", "id")
+            order = "queue", "available_at", "id"
         else:
             # Spelled like the condition of the partial index, or it is not used.
             due = rows.filter(queue=queue, priority__isnull=False, priority__range=priorities)
-            ordered = due.order_by("-priority", "available_at", "id")
-        columns = _sized(ordered, max_bytes // limit)[:limit]
+            order = "-priority", "available_at", "id"
+        columns = self._first_due(due, order, limit, max_bytes // limit)
         return self._loaded(columns.iterator(chunk_size=limit), max_bytes)
 
     def next_due(
@@ -476,9 +585,10 @@ class Store:
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Return when the first of these rows is due, or was; None when none waits."""
-        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, _is_of(queues))
+        rows = Job.objects.using(self.alias).filter(_is_of(queues))
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
-        return rows.order_by("available_at").values_list("available_at", flat=True).first()
+        moments = rows.values_list("available_at", flat=True)
+        return next(iter(self._first_due(moments, ("available_at",), 1)), None)
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
         """Write where messages went into the rows of their jobs, unless a job has moved on.
@@ -547,18 +657,12 @@ class Store:
         with self.transaction(durable=True, waits_for_disk=False):
             leases = Lease.objects.using(self.alias)
             found: dict[str, Lease] = {}
-            # Each name gets a row, and the rows are locked in one order: claimers cannot deadlock.
-            # The INSERT comes first: with it an old SQLite's transaction waits for the write lock
-            # instead of failing on a stale snapshot. A row that is released (deleted) between the
-            # two statements is inserted again.
+            # A row that is released (deleted) between the two statements is inserted again.
             for _ in range(3):
                 missing = [name for name in names if name not in found]
                 if not missing:
                     break
-                unclaimed = [Lease(name=name, expires_at=_LONG_AGO) for name in missing]
-                leases.bulk_create(unclaimed, ignore_conflicts=True)
-                rows = leases.filter(name__in=missing).order_by("name").select_for_update()
-                found.update({row.name: row for row in rows})
+                found.update(self.lock_leases(missing))
             now = timezone.now()
             ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
             free = {n for n, row in found.items() if row.expires_at <= now}
@@ -575,6 +679,18 @@ class Store:
             )
             for name in names
         }
+
+    def lock_leases(self, names: Sequence[str]) -> dict[str, Lease]:
+        """Return the leases of these names, locked in one order until the transaction ends, so that
+        claimers cannot deadlock. A name without one is given one that has expired. The INSERT comes
+        first: with it an old SQLite's transaction waits for the write lock instead of failing on a
+        stale snapshot.
+
+        :param names: in order.
+        """
+        self.insert_missing([Lease(name=name, expires_at=_LONG_AGO) for name in names])
+        rows = Lease.objects.using(self.alias).filter(name__in=names).order_by("name")
+        return {row.name: row for row in rows.select_for_update()}
 
     def delete_leases(self, names: Sequence[str], token: str) -> None:
         """Delete the leases that ``token`` still holds, prepared without Django, which is slow.
@@ -641,15 +757,6 @@ def _update_one(action: str, assignments: str, condition: str) -> str:
     )
 
 
-def _sized(rows: QuerySet[Job], small: int) -> QuerySet[Job, tuple[Any, ...]]:
-    """Return the columns of due jobs and the length of each payload, but no payload that is longer
-    than ``small``."""
-    names = ["small_payload" if name == "payload" else name for name in DueJob._fields]
-    sized = rows.annotate(size=Length("payload"))
-    small_payload = Case(When(size__lte=small, then="payload"))
-    return sized.annotate(small_payload=small_payload).values_list(*names, "size")
-
-
 def _is_of(queues: Collection[str]) -> Any:
     """Return the condition for rows of these queues, hidden in an expression: by its index on the
     queue SQLite would sort a whole backlog for every batch."""
@@ -669,5 +776,7 @@ _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 JOB_FIELDS = Job._meta.local_concrete_fields
 """The columns of a job's row, in the order of ``INSERT`` and ``COPY``."""
 _JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
+WORKFLOW_COLUMNS = ["state", "reason", "finished_at", "open_stage_count", "step_count", "deadline"]
+"""The columns of a workflow that change."""
 NOWHERE = (None,) * len(Place._fields)
 """The columns of a place that a completion leaves as they are."""

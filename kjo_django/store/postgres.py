@@ -15,15 +15,18 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.ids import uuid7_values
-from kjo_django.models import EventKey, Job
-from kjo_django.store.base import JOB_FIELDS, NOWHERE, Store
+from kjo_django.models import EventKey, Job, Workflow
+from kjo_django.store.base import JOB_FIELDS, NOWHERE, WORKFLOW_COLUMNS, Store
 from kjo_django.store.rows import (
     COLUMNS,
+    Advance,
     Completion,
     DueJob,
+    FollowerRow,
     JobRow,
     Place,
     Publication,
+    StageRow,
     StepCounts,
 )
 from kjo_django.values import ANY_SIZE
@@ -206,6 +209,34 @@ class PostgresStore(Store):
             cursor.execute(sql, parameters)
             return list(cursor.fetchall()) if cursor.description else []
 
+    def _execute_all(
+        self, statements: Sequence[_Statement], *, is_last: bool = False
+    ) -> list[list[Any]]:
+        """Execute statements in one round trip, where several may be sent as one, and return the
+        rows each answers with.
+
+        :param is_last: commit along with them, where the transaction is the caller's own.
+        """
+        with connections[self.alias].cursor() as cursor:
+            if not takes_several(cursor.cursor):
+                return [self._execute(*statement) for statement in statements]
+            text = "; ".join(sql for sql, _ in statements)
+            if is_last and self._may_commit():
+                text += "; COMMIT"
+            cursor.execute(text, [value for _, values in statements for value in values])
+            found: list[list[Any]] = []
+            for number in range(len(statements)):
+                if number:
+                    cursor.nextset()
+                found.append(cursor.fetchall() if cursor.description else [])
+            return found
+
+    def _may_commit(self) -> bool:
+        """Return whether a COMMIT would end the caller's transaction, and none that was open
+        before. Where it is sent, Django's own commit has nothing to do."""
+        connection = connections[self.alias]
+        return len(connection.atomic_blocks) == 1 and connection.commit_on_exit
+
     # --- Markers of effects -----------------------------------------------------------------------
 
     def insert_markers(
@@ -304,10 +335,7 @@ class PostgresStore(Store):
             *(ids, text_array(states.TRANSITIONS["complete"]), token, token),
         ]
         with connection.cursor() as cursor:
-            # Within a transaction that was open before, nothing is committed. Where it is, Django's
-            # own commit has nothing to do.
-            is_outermost = len(connection.atomic_blocks) == 1 and connection.commit_on_exit
-            ends = is_last and is_outermost and takes_several(cursor.cursor)
+            ends = is_last and self._may_commit() and takes_several(cursor.cursor)
             cursor.execute(f"{_COMPLETE}; COMMIT" if ends else _COMPLETE, parameters)
             if cursor.rowcount == len(completions):
                 return {one.row.id for one in completions}
@@ -317,10 +345,45 @@ class PostgresStore(Store):
 
     def count_steps(self, changes: Mapping[int, StepCounts]) -> list[tuple[UUID, StepCounts]]:
         """Lock and change all in one statement."""
-        columns = zip(*changes.values(), strict=True)
-        keys = array_text(changes)
-        parameters = [keys, keys, *map(array_text, columns)]
-        return [(row[0], StepCounts(*row[1:])) for row in self._execute(_COUNT_STEPS, parameters)]
+        rows = self._execute(_COUNT_STEPS, _count_parameters(changes)) if changes else []
+        return [(row[0], StepCounts(*row[1:])) for row in rows]
+
+    def lock_workflows(
+        self,
+        ids: Collection[UUID],
+        changes: Mapping[int, StepCounts] | None = None,
+        stages: Collection[UUID] = (),
+    ) -> tuple[list[Workflow], list[StageRow]]:
+        """Count, lock and read in one round trip. Each of the statements sees what others have
+        committed until it began."""
+        statements: list[_Statement] = []
+        if changes:
+            statements.append((_COUNT_STEPS, _count_parameters(changes)))
+        statements.append((_LOCK_WORKFLOWS, [array_text(ids)]))
+        if stages:
+            statements.append((_STAGES, _stage_parameters(stages)))
+        found = self._execute_all(statements)
+        rows = _stage_rows(found.pop()) if stages else []
+        return [Workflow.from_db(self.alias, _OF_WORKFLOWS, row) for row in found[-1]], rows
+
+    def read_stages(self, ids: Collection[UUID]) -> list[StageRow]:
+        """Read all in one statement."""
+        return _stage_rows(self._execute(_STAGES, _stage_parameters(ids)))
+
+    def write_advance(self, advance: Advance, *, is_last: bool = False) -> None:
+        """Write all in one round trip, and commit in it if it is the last."""
+        statements: list[_Statement] = []
+        if advance.ended:
+            statements.append((_END_STAGES, [advance.now, array_text(advance.ended)]))
+        if advance.met:
+            statements.append((_MEET_EDGES, [array_text(advance.met)]))
+        if advance.released:
+            statements.append((_RELEASE_STEPS, [advance.now, array_text(advance.released)]))
+        for workflow in advance.workflows:
+            values = [getattr(workflow, name) for name in WORKFLOW_COLUMNS]
+            statements.append((_UPDATE_WORKFLOW, [*values, workflow.pk]))
+        if statements:
+            self._execute_all(statements, is_last=is_last)
 
     # --- New jobs ---------------------------------------------------------------------------------
 
@@ -602,6 +665,29 @@ WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
 """
 
+_Statement = tuple[str, Sequence[Any]]
+"""A statement and its parameters."""
+
+
+def _count_parameters(changes: Mapping[int, StepCounts]) -> list[Any]:
+    keys = array_text(changes)
+    return [keys, keys, *map(array_text, zip(*changes.values(), strict=True))]
+
+
+def _stage_parameters(ids: Collection[UUID]) -> list[Any]:
+    return [len(ids) + 1, array_text(ids)]
+
+
+def _stage_rows(rows: Iterable[Sequence[Any]]) -> list[StageRow]:
+    """Return the stages of ``_STAGES``, which has a row for each that waits for one of them."""
+    found: dict[UUID, StageRow] = {}
+    for row in rows:
+        stage = found.setdefault(row[0], StageRow(*row[:6]))
+        if row[6] is not None:
+            stage.followers.append(FollowerRow(*row[6:]))
+    return list(found.values())
+
+
 _COUNT_STEPS = """
 WITH locked AS MATERIALIZED (
     SELECT id FROM kjo_workflow_count WHERE id = ANY(%s::bigint[]) ORDER BY id FOR NO KEY UPDATE
@@ -613,6 +699,40 @@ FROM locked JOIN unnest(%s::bigint[], %s::int[], %s::int[], %s::int[])
 WHERE c.id = locked.id
 RETURNING c.stage_id, c.open_count, c.failed_count, c.cancelled_count
 """
+_OF_WORKFLOWS = [field.attname for field in Workflow._meta.concrete_fields]
+_LOCK_WORKFLOWS = f"""
+SELECT {", ".join(_OF_WORKFLOWS)} FROM kjo_workflow WHERE id = ANY(%s::uuid[])
+ORDER BY id FOR NO KEY UPDATE
+"""  # noqa: S608 - names of columns
+# More unmet edges of a follower than there are stages need not be counted: it waits for others.
+_STAGES = f"""
+SELECT s.id, s.workflow_id, s.handler, s.finished_at, n.opened, n.bad,
+    e.id, f.id, {", ".join(f"f.{name}" for name in FollowerRow._fields[2:-2])},
+    (SELECT count(*) FROM (
+        SELECT 1 FROM kjo_workflow_edge AS u WHERE u.stage_id = f.id AND NOT u.is_met LIMIT %s
+    ) AS unmet),
+    ARRAY(SELECT c.id FROM kjo_workflow_count AS c WHERE c.stage_id = f.id ORDER BY c.id)
+FROM kjo_workflow_stage AS s
+CROSS JOIN LATERAL (
+    SELECT sum(open_count) AS opened, sum(failed_count + cancelled_count) AS bad
+    FROM kjo_workflow_count WHERE stage_id = s.id
+) AS n
+LEFT JOIN kjo_workflow_edge AS e
+    ON e.required_id = s.id AND NOT e.is_met AND (n.bad > 0 OR n.opened = 0)
+LEFT JOIN kjo_workflow_stage AS f ON f.id = e.stage_id
+WHERE s.id = ANY(%s::uuid[]) ORDER BY s.id, e.id
+"""  # noqa: S608 - names of columns
+_END_STAGES = "UPDATE kjo_workflow_stage SET finished_at = %s WHERE id = ANY(%s::uuid[])"
+_MEET_EDGES = "UPDATE kjo_workflow_edge SET is_met = true WHERE id = ANY(%s::bigint[])"
+_RELEASE_STEPS = f"""
+UPDATE kjo_job SET state = '{states.RESULT_OF["release"]}',
+    available_at = GREATEST(available_at, %s)
+WHERE stage_id = ANY(%s::uuid[])
+    AND CASE WHEN state = '{states.TRANSITIONS["release"][0]}' THEN true ELSE false END
+"""  # noqa: S608 - names of states
+_UPDATE_WORKFLOW = f"""
+UPDATE kjo_workflow SET {", ".join(f"{name} = %s" for name in WORKFLOW_COLUMNS)} WHERE id = %s
+"""  # noqa: S608 - names of columns
 
 _ID, _KEY, _PAYLOAD = (
     [field.attname for field in JOB_FIELDS].index(name) for name in ("id", "key", "payload")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 if TYPE_CHECKING:
-    from kjo_django.models import Job
+    from kjo_django.models import Job, Workflow
 
 NAMED_BY_OTHERS = 0
 """The generation given to the row of an open job of this service whose id a foreign message
@@ -119,3 +119,52 @@ class StepCounts(NamedTuple):
     open: int
     failed: int = 0
     cancelled: int = 0
+
+
+class FollowerRow(NamedTuple):
+    """A stage that waits for another one, as that one's end finds it."""
+
+    edge_id: int
+    id: UUID
+    queue: str
+    on_failure: str
+    finished_at: datetime | None
+    argument: str
+    source_id: UUID | None
+    step_count: int
+    unmet_count: int
+    """For how many stages it waits; exact where it waits only for stages read together."""
+    counts: Sequence[int] = ()
+    """The keys of its rows of counts, where they were read."""
+
+
+@dataclass(slots=True, eq=False)
+class StageRow:
+    """A stage of a workflow, and what waits for it."""
+
+    id: UUID
+    workflow_id: UUID
+    handler: str
+    finished_at: datetime | None
+    open: int
+    """How many of its steps have not ended."""
+    bad: int
+    """How many of its steps have failed for good or were cancelled."""
+    followers: list[FollowerRow] = field(default_factory=list)
+    """Those with an unmet edge, in the order of the edges; none where no step has failed or was
+    cancelled and some are open."""
+
+
+@dataclass(slots=True, eq=False)
+class Advance:
+    """What follows from steps that have ended, as it is to be written."""
+
+    now: datetime
+    ended: list[UUID]
+    """Stages whose last step has ended."""
+    met: list[int]
+    """Edges that are met."""
+    released: list[UUID]
+    """Stages whose steps wait no longer; the relay publishes them."""
+    workflows: Sequence[Workflow] = ()
+    """Workflows whose state and numbers are written."""

@@ -1,16 +1,21 @@
-"""The status report of a worker, as text or as JSON lines."""
+"""What a worker writes at its start, and its status report: as text or as JSON lines."""
 
 from __future__ import annotations
 
 import json
+import platform
 import time
+from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from django.db import connections
 from django.utils import timezone
 from django.utils.timesince import timesince
 
 from kjo_django.messages.serializers import one_line
+from kjo_django.runtime import transport_class
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
 
@@ -118,13 +123,10 @@ class StatusReporter:
         self._reported = 0
 
     def announce(self) -> None:
-        """Say what was started."""
-        queues = ", ".join(queue.name for queue in self._worker.queues) or "no queues"
-        if not self._as_json:
-            self._out.write(
-                f"Consuming {queues} with {self._worker.concurrency} lanes as "
-                f"{self._worker.name}. Stop with Ctrl-C.\n"
-            )
+        """Write what was started, in three lines or as one JSON object."""
+        facts = start_of(self._worker)
+        text = json.dumps({"event": "started", **facts}) if self._as_json else _announcement(facts)
+        self._out.write(text + "\n")
 
     def report_if_due(self) -> None:
         """Write when it is time and something has happened."""
@@ -140,3 +142,57 @@ class StatusReporter:
         """Write a report."""
         text = json.dumps(status_of(self._worker)) if self._as_json else render(self._worker)
         self._out.write(text + "\n")
+
+
+# --- The start ------------------------------------------------------------------------------------
+
+PACKAGES = (
+    *("kjo-django", "Django", "psycopg", "PyMySQL", "mysqlclient", "confluent-kafka", "redis"),
+    *("hiredis", "orjson", "msgpack"),
+)
+"""Packages whose versions decide what a worker can do."""
+
+
+def start_of(worker: Worker) -> dict[str, Any]:
+    """Return what a worker serves, and with which versions: no address and no secret."""
+    runtime = worker.runtime
+    transports = {queue.transport for queue in worker.queues}
+    return {
+        "worker": worker.name,
+        "service": runtime.service,
+        "release": runtime.settings.release,
+        "queues": [queue.name for queue in worker.queues],
+        "concurrency": worker.concurrency,
+        "relays": worker.is_relaying,
+        "stores_schedules": worker.ticker is not None,
+        "database": connections[runtime.database].settings_dict["ENGINE"],
+        "transports": {name: transport_class(name).__name__ for name in sorted(transports)},
+        "coordination": type(runtime.coordination).__name__,
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _announcement(facts: dict[str, Any]) -> str:
+    release = f", release {facts['release']}" if facts["release"] else ""
+    duties = {"relays": "relays jobs", "stores_schedules": "stores the jobs of schedules"}
+    backends = (
+        f"database: {facts['database']}",
+        *(f"transport {name}: {kind}" for name, kind in facts["transports"].items()),
+        f"coordination: {facts['coordination']}",
+        *(text for name, text in duties.items() if facts[name]),
+    )
+    lines = (
+        f"Consuming {', '.join(facts['queues']) or 'no queues'} with {facts['concurrency']} lanes "
+        f"as {facts['worker']}. Stop with Ctrl-C.",
+        f"Service {facts['service']}{release}; {'; '.join(backends)}",
+        ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+    )
+    return "\n  ".join(map(one_line, lines))

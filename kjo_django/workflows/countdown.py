@@ -16,25 +16,34 @@ second to lock the workflow sees what the first has written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from operator import add
 from typing import Any
 from uuid import UUID
 
-from django.db import connections, transaction
-from django.db.models import Exists, F, OuterRef, Q, QuerySet, Sum
+from django.db import transaction
+from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.db.models.functions import Greatest
 from django.utils import timezone
 
 from kjo_django import models, signals
-from kjo_django.enqueue.storing import after_commit, channel_of, dispatch_jobs, initial_state
+from kjo_django.conf import QueueConf
+from kjo_django.enqueue.storing import after_commit, channel_of, dispatch_jobs, is_transactional
+from kjo_django.enqueue.waiting import workflow_channel
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import OPEN_WORKFLOWS, JobState, OnFailure, WorkflowState
-from kjo_django.store.rows import StepCounts
+from kjo_django.store.rows import Advance, FollowerRow, StageRow, StepCounts
 from kjo_django.workflows.definition import insert
-from kjo_django.workflows.step_context import StageFacts, WorkflowContext, facts_of_stages
+from kjo_django.workflows.step_context import (
+    StageFacts,
+    WorkflowContext,
+    facts_of_stages,
+    remember_follower,
+)
 
 logger = logging.getLogger("kjo_django")
 
@@ -44,6 +53,8 @@ CHANGES: dict[str, StepCounts] = {
     JobState.CANCELLED: StepCounts(-1, cancelled=1),
 }
 """What the end of a step in each state adds to the counts of its stage."""
+Announce = Callable[[Callable[[], object]], object]
+"""Takes a call that sends a signal, to be made after the commit."""
 RELEASED_TOGETHER = 500
 """Jobs whose messages are made at once."""
 
@@ -52,16 +63,24 @@ def count_ended(
     runtime: Runtime,
     ended: Iterable[tuple[UUID, UUID, str]],
     running: Iterable[WorkflowContext] = (),
+    *,
+    announce: Announce | None = None,
+    is_last: bool = False,
 ) -> None:
     """Count steps that have ended, and release what waited for them, inside the transaction that
     records it.
 
     :param ended: the stage, the job and the final state of each.
     :param running: the contexts of those that have completed; the steps they added are stored.
+    :param announce: takes the calls that send the signals of what this ends, for a caller that
+        makes them once the commit is certain; by default they are made by ``on_commit``, which a
+        COMMIT that is not answered loses.
+    :param is_last: the caller does nothing more but commit: the commit may go along with the last
+        statement.
     """
     changes = [(stage, job, CHANGES[state]) for stage, job, state in ended]
     added = [context for context in running if context.added]
-    _count(runtime, changes, added)
+    _count(runtime, changes, added, announce, is_last=is_last)
 
 
 def count_reopened(runtime: Runtime, reopened: Iterable[tuple[UUID, UUID, str]]) -> None:
@@ -81,22 +100,34 @@ def _count(
     runtime: Runtime,
     changes: Sequence[tuple[UUID, UUID, StepCounts]],
     added: Sequence[WorkflowContext] = (),
+    announce: Announce | None = None,
+    *,
+    is_last: bool = False,
 ) -> None:
     facts = facts_of_stages(runtime, {stage for stage, _, _ in changes})
-    now = _write_counts(runtime, facts, changes)
-    # A failure may cancel what waits, and a step that runs again reopens its stage.
+    totals = _totals(facts, changes)
+    if not totals:
+        return
+    counted = {stage for stage, _, _ in changes} & facts.keys()
+    # The one step of a stage ends it. A failure may cancel what waits, and a step that runs again
+    # reopens its stage.
     notable = {
         stage
         for stage, _, change in changes
-        if change.open > 0 or change.failed or change.cancelled
+        if stage in facts
+        and (facts[stage].step_count == 1 or change.open > 0 or change.failed or change.cancelled)
     }
-    notable |= {context.stage_id for context in added}
-    notable |= {stage for stage, counts in now if counts.open == 0}
-    notable &= facts.keys()
+    notable |= {context.stage_id for context in added} & facts.keys()
+    if notable != counted:
+        now, totals = runtime.store.count_steps(totals), {}
+        notable |= {stage for stage, counts in now if counts.open == 0}
     if notable:
         workflows = {facts[stage].workflow_id for stage in notable}
         again = {facts[stage].workflow_id for stage, _, change in changes if change.open > 0}
-        _Advance(runtime, workflows, again).run(notable, added)
+        advance = _Advance(
+            runtime, workflows, again, totals, () if added else notable, announce=announce
+        )
+        advance.run(notable, added, is_last=is_last)
 
 
 def give_up(runtime: Runtime, stages: Iterable[UUID]) -> None:
@@ -104,16 +135,14 @@ def give_up(runtime: Runtime, stages: Iterable[UUID]) -> None:
     facts = facts_of_stages(runtime, set(stages))
     workflows = {one.workflow_id for one in facts.values()}
     if workflows:
-        _Advance(runtime, workflows, gives_up=True).run(facts.keys())
+        _Advance(runtime, workflows, stages=facts.keys(), gives_up=True).run(facts.keys())
 
 
-def _write_counts(
-    runtime: Runtime,
-    facts: Mapping[UUID, StageFacts],
-    changes: Iterable[tuple[UUID, UUID, StepCounts]],
-) -> list[tuple[UUID, StepCounts]]:
-    """Add changes to the counts of stages; return the stage and the numbers of each row. A stage
-    without facts was pruned."""
+def _totals(
+    facts: Mapping[UUID, StageFacts], changes: Iterable[tuple[UUID, UUID, StepCounts]]
+) -> dict[int, StepCounts]:
+    """Return by how much rows of counts change, in the order of their keys. A stage without facts
+    was pruned."""
     totals: dict[int, StepCounts] = {}
     for stage, job, change in changes:
         if stage in facts:
@@ -121,7 +150,7 @@ def _write_counts(
             key = counts[job.int % len(counts)]
             found = totals.get(key)
             totals[key] = change if found is None else StepCounts(*map(add, found, change))
-    return runtime.store.count_steps(dict(sorted(totals.items()))) if totals else []
+    return dict(sorted(totals.items()))
 
 
 class _Advance:
@@ -129,7 +158,10 @@ class _Advance:
 
     :param workflows: the keys of these.
     :param again: those with a step that runs again: one that had ended goes on.
+    :param totals: changes of rows of counts, made before the workflows are locked.
+    :param stages: those that ``run`` begins with, where nothing changes before it.
     :param gives_up: whether what waits for a failed step to be repeated is cancelled.
+    :param announce: as in ``count_ended``.
     """
 
     def __init__(
@@ -137,21 +169,23 @@ class _Advance:
         runtime: Runtime,
         workflows: Collection[UUID],
         again: Collection[UUID] = (),
+        totals: Mapping[int, StepCounts] | None = None,
+        stages: Collection[UUID] = (),
         *,
         gives_up: bool = False,
+        announce: Announce | None = None,
     ) -> None:
         self._runtime = runtime
+        self._announce = announce
         self._again = again
         self._cancels = {OnFailure.CANCEL, OnFailure.HOLD} if gives_up else {OnFailure.CANCEL}
-        self._using = using = runtime.database
+        self._using = runtime.database
         self._now = timezone.now()
-        rows = models.Workflow.objects.using(using).filter(pk__in=workflows).order_by("pk")
-        features = connections[using].features
-        if features.has_select_for_update:
-            rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
-        self.workflows = {row.pk: row for row in rows}
+        locked, self._rows = runtime.store.lock_workflows(workflows, totals, stages)
+        self.workflows = {row.pk: row for row in locked}
         self._released: set[UUID] = set()
         """Workflows in which this releases steps."""
+        self._unwritten = Advance(self._now, [], [], [])
 
     def run(
         self,
@@ -159,104 +193,98 @@ class _Advance:
         added: Sequence[WorkflowContext] = (),
         *,
         follows: bool = True,
+        is_last: bool = False,
     ) -> None:
         """Go from the stages whose counts have changed to all that follows.
 
         :param follows: False: only note where the stages and workflows are now.
+        :param is_last: the caller does nothing more but commit.
         """
         for context in added:
             self._insert(context)
         changed: set[UUID] = set()
-        left = set(stages)
+        rows, left = self._rows, set(stages)
         while left:
-            rows = self._with_counts(left)
-            changed |= self._note_ends(rows)
+            rows = rows or self._runtime.store.read_stages(left)
+            changed |= {row.workflow_id for row in rows}
+            if self._note_ends(rows):
+                rows = self._runtime.store.read_stages(left)
             left = self._follow([row for row in rows if follows and (row.bad or not row.open)])
-        for workflow in self.workflows.values():
-            self._note_state(workflow, is_changed=workflow.pk in changed)
+            rows = []
+        noted = [self.workflows[id] for id in sorted(changed)]
+        before = {workflow.pk: workflow.state for workflow in noted}
+        for workflow in noted:
+            self._note_state(workflow)
+        self._unwritten.workflows = noted
+        for workflow in noted:
+            send_end(self._runtime, workflow, before[workflow.pk], self._announce)
+        self._write(is_last=is_last)
 
-    def _with_counts(self, stages: Collection[UUID]) -> list[Any]:
-        """Return the stages with the sums of their counts: ``open``, and ``bad`` of those that have
-        failed or were cancelled."""
-        rows = WorkflowStage.objects.using(self._using).filter(pk__in=stages)
-        return list(
-            rows.annotate(
-                open=Sum("counts__open_count"),
-                bad=Sum(F("counts__failed_count") + F("counts__cancelled_count")),
-            )
-        )
+    def _write(self, *, is_last: bool = False) -> None:
+        self._runtime.store.write_advance(self._unwritten, is_last=is_last)
+        self._unwritten = Advance(self._now, [], [], [])
 
-    def _note_ends(self, rows: Sequence[Any]) -> set[UUID]:
-        """Write down which stages have ended, and which have begun again."""
-        ended = [row for row in rows if not row.open and row.finished_at is None]
+    def _note_ends(self, rows: Sequence[StageRow]) -> bool:
+        """Note which stages have ended, and which have begun again; return whether what was read of
+        them is no longer so."""
+        for row in rows:
+            if not row.open and row.finished_at is None:
+                self._unwritten.ended.append(row.id)
+                self.workflows[row.workflow_id].open_stage_count -= 1
         again = [row for row in rows if row.open and row.finished_at is not None]
-        stages = WorkflowStage.objects.using(self._using)
-        for some, moment, change in ((ended, self._now, -1), (again, None, 1)):
-            if some:
-                stages.filter(pk__in=[row.pk for row in some]).update(finished_at=moment)
-            for row in some:
-                self.workflows[row.workflow_id].open_stage_count += change
-        if again:
-            # Those behind it that wait for another stage, too, wait for this one again.
-            edges = WorkflowEdge.objects.using(self._using)
-            waiting = edges.filter(stage=OuterRef("stage"), is_met=False)
-            behind = edges.filter(Exists(waiting), required__in=again, is_met=True)
-            edges.filter(pk__in=list(behind.values_list("pk", flat=True))).update(is_met=False)
-        return {row.workflow_id for row in rows}
+        if not again:
+            return False
+        for row in again:
+            self.workflows[row.workflow_id].open_stage_count += 1
+        ids = [row.id for row in again]
+        WorkflowStage.objects.using(self._using).filter(pk__in=ids).update(finished_at=None)
+        # Those behind it that wait for another stage, too, wait for this one again.
+        edges = WorkflowEdge.objects.using(self._using)
+        waiting = edges.filter(stage=OuterRef("stage"), is_met=False)
+        behind = edges.filter(Exists(waiting), required__in=ids, is_met=True)
+        edges.filter(pk__in=list(behind.values_list("pk", flat=True))).update(is_met=False)
+        return True
 
-    def _follow(self, rows: Sequence[Any]) -> set[UUID]:
+    def _follow(self, rows: Sequence[StageRow]) -> set[UUID]:
         """Release and cancel what waits for these stages; return the stages that this has ended."""
-        if not rows:
-            return set()
-        by_key = {row.pk: row for row in rows}
-        edges = list(
-            WorkflowEdge.objects.using(self._using)
-            .filter(required__in=by_key, is_met=False)
-            .select_related("stage")
-            .order_by("pk")
-        )
-        met: list[WorkflowEdge] = []
-        cancelled: dict[WorkflowStage, Any] = {}
-        for edge in edges:
-            required, policy = by_key[edge.required_id], edge.stage.on_failure
-            if required.bad and policy in self._cancels:
-                cancelled.setdefault(edge.stage, required)
-            elif not required.open and (not required.bad or policy == OnFailure.RUN):
-                met.append(edge)
-        if met:
-            all_edges = WorkflowEdge.objects.using(self._using)
-            all_edges.filter(pk__in=[edge.pk for edge in met]).update(is_met=True)
-            candidates = {edge.stage_id: edge.stage for edge in met}
-            unmet = all_edges.filter(stage__in=candidates, is_met=False)
-            for id in set(unmet.values_list("stage_id", flat=True)):
-                del candidates[id]
-            self._release(list(candidates.values()))
-        return self._cancel(cancelled)
-
-    def _release(self, stages: Sequence[WorkflowStage]) -> None:
-        """Send the steps of stages on their way."""
-        by_queue: dict[tuple[UUID, str], list[UUID]] = {}
-        for stage in stages:
-            by_queue.setdefault((stage.workflow_id, stage.queue), []).append(stage.pk)
-        for (workflow, queue), ids in by_queue.items():
-            # None, where all steps were cancelled while they waited.
-            if release_jobs(self._runtime, queue, Q(stage__in=ids), self._now):
-                self._released.add(workflow)
-
-    def _cancel(self, stages: Mapping[WorkflowStage, Any]) -> set[UUID]:
-        """Cancel the steps of stages that wait for one that has failed; return the stages."""
-        ended = {stage for stage in stages if stage.finished_at is None}
-        for stage in ended:
-            required = stages[stage]
+        met: defaultdict[UUID, int] = defaultdict(int)
+        candidates: dict[UUID, tuple[StageRow, FollowerRow]] = {}
+        cancelled: dict[UUID, StageRow] = {}
+        for required in rows:
+            for stage in required.followers:
+                if required.bad and stage.on_failure in self._cancels:
+                    if stage.finished_at is None:
+                        cancelled.setdefault(stage.id, required)
+                elif not required.open and (not required.bad or stage.on_failure == OnFailure.RUN):
+                    self._unwritten.met.append(stage.edge_id)
+                    met[stage.id] += 1
+                    candidates[stage.id] = required, stage
+        self._release([one for id, one in candidates.items() if one[1].unmet_count == met[id]])
+        if cancelled:
+            self._write()
+        for id, required in cancelled.items():
             why = f"Cancelled: it waits for {required.handler}, which has failed"
-            cancel_waiting(self._runtime, stage, why, self._now)
-        return {stage.pk for stage in ended}
+            cancel_waiting(self._runtime, id, why, self._now, self._announce)
+        return set(cancelled)
 
-    def _note_state(self, workflow: models.Workflow, *, is_changed: bool) -> None:
-        """Write down where a workflow is now; once it has ended, tell whoever listens."""
-        before = workflow.state
-        if not is_changed:
-            return
+    def _release(self, stages: Iterable[tuple[StageRow, FollowerRow]]) -> None:
+        """Send the steps of stages on their way."""
+        by_queue: dict[str, list[UUID]] = {}
+        for required, stage in stages:
+            remember_follower(required.id, stage)
+            if stage.finished_at is None:  # else all steps were cancelled while they waited
+                by_queue.setdefault(stage.queue, []).append(stage.id)
+                self._released.add(required.workflow_id)
+        for name, ids in by_queue.items():
+            queue = self._runtime.settings.queue(name)
+            if is_transactional(queue):
+                _publish_released(self._runtime, queue, ids, self._now)
+            else:
+                self._unwritten.released += ids
+                after_commit(self._using, channel_of(queue))
+
+    def _note_state(self, workflow: models.Workflow) -> None:
+        """Note where a workflow is now."""
         if workflow.pk in self._again:
             workflow.state = WorkflowState.RUNNING
             if workflow.deadline is not None and workflow.deadline <= self._now:
@@ -272,10 +300,10 @@ class _Advance:
             workflow.reason = self._why_failed(workflow)
             workflow.state = WorkflowState.FAILED if workflow.reason else WorkflowState.COMPLETED
             workflow.finished_at = self._now
-        save_state(self._runtime, workflow, before)
 
     def _has_open_steps(self, workflow: models.Workflow) -> bool:
         """Return whether a stage has steps that have not ended and wait for nothing."""
+        self._write()
         stages = WorkflowStage.objects.using(self._using)
         waiting = WorkflowEdge.objects.using(self._using).filter(
             stage__workflow=workflow, is_met=False
@@ -322,7 +350,7 @@ def cancel_steps(runtime: Runtime, jobs: Collection[UUID]) -> set[UUID]:
     cancelled = {job for _, job in rows}
     transition("cancel", waiting.filter(pk__in=cancelled), finished_at=timezone.now())
     change = CHANGES[JobState.CANCELLED]
-    _write_counts(runtime, facts, [(stage, job, change) for stage, job in rows])
+    runtime.store.count_steps(_totals(facts, [(stage, job, change) for stage, job in rows]))
     advance.run({stage for stage, _ in rows})
     return cancelled
 
@@ -360,41 +388,39 @@ def await_again(runtime: Runtime, jobs: QuerySet[Job]) -> set[UUID]:
             generation=F("generation") + 1,
         )
     change = StepCounts(1, cancelled=-1)
-    _write_counts(runtime, facts, [(stage, job, change) for stage, job in rows])
+    runtime.store.count_steps(_totals(facts, [(stage, job, change) for stage, job in rows]))
     advance.run({stage for stage, _ in rows}, follows=False)
     return waiting
 
 
-def release_jobs(runtime: Runtime, queue: str, which: Q, now: Any) -> int:
-    """Send steps of one queue that wait on their way; return how many they are."""
-    using, conf = runtime.database, runtime.settings.queue(queue)
-    state = initial_state(conf)
-    rows = Job.objects.using(using).filter(which, queue=queue, state=JobState.WAITING)
-    changes: dict[str, Any] = {"state": state, "available_at": Greatest("available_at", now)}
-    if state == JobState.PENDING:
-        count = transition("release", rows, **changes)
-        if count:
-            after_commit(using, channel_of(conf))
-        return count
-    count = 0
-    while ids := list(rows.order_by("pk").values_list("pk", flat=True)[:RELEASED_TOGETHER]):
-        some = Job.objects.using(using).filter(pk__in=ids)
-        transition("release", some, queued_at=now, **changes)
-        dispatch_jobs(list(some.order_by("pk").defer("result")), conf)
-        count += len(ids)
-    return count
+def _publish_released(
+    runtime: Runtime, queue: QueueConf, stages: Collection[UUID], now: datetime
+) -> None:
+    """Send steps that wait on their way over a transport that joins the transaction."""
+    jobs = Job.objects.using(runtime.database)
+    rows = jobs.filter(stage__in=stages, queue=queue.name, state=JobState.WAITING).order_by("pk")
+    while ids := list(rows.values_list("pk", flat=True)[:RELEASED_TOGETHER]):
+        some = jobs.filter(pk__in=ids)
+        due = Greatest("available_at", now)
+        transition("release", some, state=JobState.QUEUED, queued_at=now, available_at=due)
+        dispatch_jobs(list(some.order_by("pk").defer("result")), queue)
 
 
-def cancel_waiting(runtime: Runtime, stage: Any, why: str, now: Any) -> None:
-    """Cancel the steps of a stage that wait, and count them, under the workflow's lock."""
+def cancel_waiting(
+    runtime: Runtime, stage: UUID, why: str, now: datetime, announce: Announce | None = None
+) -> None:
+    """Cancel the steps of a stage that wait, and count them, under the workflow's lock.
+
+    :param announce: as in ``count_ended``.
+    """
     using = runtime.database
-    rows = Job.objects.using(using).filter(stage=stage.pk, state=JobState.WAITING)
+    rows = Job.objects.using(using).filter(stage=stage, state=JobState.WAITING)
     if signals.job_cancelled.receivers:
         columns = ("pk", "unique_id", "queue", "handler")
         facts = list(rows.values_list(*columns))
-        transaction.on_commit(partial(_send_cancelled, facts), using=using, robust=True)
+        _announcing(runtime, announce)(partial(_send_cancelled, facts))
     transition("cancel", rows, finished_at=now, error=why)
-    counts = WorkflowCount.objects.using(using).filter(stage=stage.pk)
+    counts = WorkflowCount.objects.using(using).filter(stage=stage)
     counts.update(cancelled_count=F("cancelled_count") + F("open_count"), open_count=0)
 
 
@@ -412,14 +438,25 @@ def _send_cancelled(facts: Iterable[tuple[Any, ...]]) -> None:
 
 
 def save_state(runtime: Runtime, workflow: models.Workflow, before: str) -> None:
-    """Write where a workflow is; if it has ended now, send its signal after the commit.
+    """Write where a workflow is; see ``send_end``.
 
     :param before: its state until now.
     """
-    columns = ("state", "reason", "finished_at", "open_stage_count", "step_count", "deadline")
-    workflow.save(using=runtime.database, update_fields=columns)
+    runtime.store.write_advance(Advance(timezone.now(), [], [], [], [workflow]))
+    send_end(runtime, workflow, before)
+
+
+def send_end(
+    runtime: Runtime, workflow: models.Workflow, before: str, announce: Announce | None = None
+) -> None:
+    """If a workflow has ended now, send its signal and notify those who wait, after the commit.
+
+    :param before: its state until now.
+    :param announce: as in ``count_ended``.
+    """
     if workflow.state == before or workflow.state in OPEN_WORKFLOWS:
         return
+    after_commit(runtime.database, workflow_channel(workflow.pk))
     facts: dict[str, Any] = {"workflow_id": str(workflow.pk), "name": workflow.name}
     facts["unique_id"] = workflow.unique_id
     signal = signals.workflow_completed
@@ -428,4 +465,8 @@ def save_state(runtime: Runtime, workflow: models.Workflow, before: str) -> None
         facts |= {"state": workflow.state, "reason": workflow.reason}
     if signal.receivers:
         send = partial(signal.send_robust, sender=workflow.name, **facts)
-        transaction.on_commit(send, using=runtime.database, robust=True)
+        _announcing(runtime, announce)(send)
+
+
+def _announcing(runtime: Runtime, announce: Announce | None) -> Announce:
+    return announce or partial(transaction.on_commit, using=runtime.database, robust=True)

@@ -40,10 +40,11 @@ class WorkflowStep:
     def __init__(
         self, graph: Graph, number: int, step: Step, on_failure: str | None, source: Any = None
     ) -> None:
-        self.graph = graph
-        self.number = number
-        self.job, self.payload = step.job, step.payload
-        self.on_failure = on_failure
+        self.graph: Graph = graph
+        self.number: int = number
+        self.job: JobDefinition[..., Any] = step.job
+        self.payload: dict[str, Any] = step.payload
+        self.on_failure: str | None = on_failure
         self.required: set[int] = set()
         """The numbers of the steps that it waits for."""
         self.source: WorkflowStep | None = source
@@ -346,7 +347,7 @@ class Chain(_Part):
     """Steps that run one after the other."""
 
     def __init__(self, parts: Sequence[Step | _Part]) -> None:
-        self.parts = [_checked_part(part, "chain") for part in parts]
+        self.parts: list[Step | _Part] = [_checked_part(part, "chain") for part in parts]
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
@@ -361,7 +362,7 @@ class Group(_Part):
     """Steps that run at the same time."""
 
     def __init__(self, parts: Iterable[Step | _Part]) -> None:
-        self.parts = [_checked_part(part, "group") for part in parts]
+        self.parts: list[Step | _Part] = [_checked_part(part, "group") for part in parts]
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
@@ -435,10 +436,10 @@ class Workflow:
         on_failure: str = OnFailure.CANCEL,
         deadline: timedelta | datetime | None = None,
     ) -> None:
-        self.name = _checked_name(name)
+        self.name: str = _checked_name(name)
         options = EnqueueOptions(id=id)  # checks it
-        self.id = options.id
-        self.on_failure = checked_on_failure(on_failure, name)
+        self.id: str | None = options.id
+        self.on_failure: str = checked_on_failure(on_failure, name)
         if isinstance(deadline, timedelta):
             is_valid = timedelta(0) < deadline <= timedelta(days=36500)
         else:
@@ -451,7 +452,7 @@ class Workflow:
                 f"not {deadline!r}"
             )
         self.deadline = deadline
-        self.graph = Graph()
+        self.graph: Graph = Graph()
         self.handle: WorkflowHandle | None = None
         """To follow the workflow, once it is stored."""
 

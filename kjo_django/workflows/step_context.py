@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -14,6 +14,7 @@ from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, WorkflowEdge, WorkflowStage
 from kjo_django.runtime import Runtime
 from kjo_django.states import FINAL, JobState
+from kjo_django.store.rows import FollowerRow
 from kjo_django.workflows.definition import Graph, PlannedStage, WorkflowStep, checked, step_of
 
 READ_FIRST, READ_MOST = 50, 5000
@@ -34,11 +35,34 @@ class StageFacts(NamedTuple):
     """What the workflow's steps declare by default."""
     argument: str
     source_id: UUID | None
+    step_count: int
     counts: tuple[int, ...]
     """The keys of its rows of counts."""
 
 
 _facts: dict[UUID, StageFacts] = {}
+
+
+def remember_follower(stage: UUID, follower: FollowerRow) -> None:
+    """Keep what never changes of a stage that follows another one of its workflow: its steps may
+    run in this process."""
+    if follower.counts and (facts := _facts.get(stage)) is not None:
+        _keep(
+            {
+                follower.id: facts._replace(
+                    argument=follower.argument,
+                    source_id=follower.source_id,
+                    step_count=follower.step_count,
+                    counts=tuple(follower.counts),
+                )
+            }
+        )
+
+
+def _keep(found: Mapping[UUID, StageFacts]) -> None:
+    if len(_facts) > REMEMBERED:
+        _facts.clear()
+    _facts.update(found)
 
 
 def facts_of_stages(runtime: Runtime, ids: Collection[UUID]) -> dict[UUID, StageFacts]:
@@ -50,15 +74,13 @@ def facts_of_stages(runtime: Runtime, ids: Collection[UUID]) -> dict[UUID, Stage
         rows: dict[UUID, list[Any]] = {}
         columns = (
             *("pk", "workflow_id", "workflow__name", "workflow__unique_id"),
-            *("workflow__on_failure", "argument", "source_id", "counts__pk"),
+            *("workflow__on_failure", "argument", "source_id", "step_count", "counts__pk"),
         )
         stages = WorkflowStage.objects.using(runtime.database).filter(pk__in=missing)
         for id, *facts, count in stages.order_by("counts__pk").values_list(*columns):
             rows.setdefault(id, [*facts, ()])[-1] += (count,)
         found = {id: StageFacts(*facts) for id, facts in rows.items()}
-        if len(_facts) > REMEMBERED:
-            _facts.clear()
-        _facts.update(found)
+        _keep(found)
         known |= found
     return known
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,27 +12,19 @@ from kjo_django import models
 from kjo_django.enqueue.job_status import Progress
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
-    FIRST_POLL,
     NO_RESULT,
-    POLL_GROWTH,
-    close_connections,
+    Awaited,
+    Waiter,
     refuse_in_transaction,
     result_of,
-    seconds_of,
+    workflow_channel,
 )
-from kjo_django.exceptions import (
-    JobCancelledError,
-    JobFailedError,
-    JobNotFoundError,
-    JobTimeoutError,
-)
+from kjo_django.exceptions import JobCancelledError, JobFailedError, JobNotFoundError
 from kjo_django.models import Job
 from kjo_django.runtime import jobs_database
 from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
 from kjo_django.workflows.snapshots import WorkflowSnapshot, snapshot
 
-LONGEST_POLL = 0.5
-"""Seconds between two looks at a workflow that is waited for."""
 RESULTS = 10_000
 """Most results of last steps that a handle returns; ``context.workflow`` reads any number."""
 
@@ -102,7 +91,8 @@ class WorkflowHandle:
         return NO_RESULT if row is None else self._result_of(row)
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Return the workflow's result as soon as it has completed. The end is found by polling.
+        """Return the workflow's result as soon as it has completed. Who commits the end notifies
+        those who wait; where coordination cannot do that, the end is found by polling.
 
         :param timeout: seconds.
         :raises JobTimeoutError: the time is over; the workflow may still complete.
@@ -111,23 +101,26 @@ class WorkflowHandle:
         :raises JobNotFoundError: there is no such workflow.
         :raises UncommittedJobError: called inside a transaction, and it has not ended.
         """
-        for pause in self._pauses(timeout):
-            if (found := self._look()) is not None:
-                return found[0]
-            time.sleep(pause)
+        waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id))
+        awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
+        has_ended, result, _ = awaited.look()
+        if has_ended:
+            return result
+        with waiter:
+            return waiter.wait(awaited)
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
-
-        def look() -> tuple[Any] | None:
-            found = self._look()
-            close_connections()
-            return found
-
-        for pause in self._pauses(timeout):
-            if (found := await sync_to_async(look)()) is not None:
-                return found[0]
-            await asyncio.sleep(pause)
+        waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id), releases=True)
+        awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
+        has_ended, result, _ = await sync_to_async(awaited.look)()
+        if has_ended:
+            return result
+        await sync_to_async(waiter.__enter__)()
+        try:
+            return await waiter.await_(awaited)
+        finally:
+            waiter.__exit__()
 
     async def asnapshot(self) -> WorkflowSnapshot | None:
         """``snapshot`` from asynchronous code."""
@@ -159,37 +152,6 @@ class WorkflowHandle:
         results = [result_of(job) for job in jobs]
         return results[0] if len(results) == 1 else results
 
-    def _look(self) -> tuple[Any] | None:
-        """Return the result of a workflow that has completed; None: it has not ended."""
-        row = self._row("state", "name", "reason")
-        if row is None:
-            raise JobNotFoundError(f"There is no workflow {self.id}")
-        if row.state in OPEN_WORKFLOWS:
-            refuse_in_transaction(self.id)
-            return None
-        if row.state == WorkflowState.FAILED:
-            why = f"The workflow {row.name} failed: {row.reason}"
-            raise JobFailedError(why, original_error=row.reason, job_id=self.id)
-        if row.state == WorkflowState.CANCELLED:
-            raise JobCancelledError(f"The workflow {row.name} was cancelled: {row.reason}")
-        return (self._result_of(row),)
-
-    def _pauses(self, timeout: float) -> Iterator[float]:
-        until = time.monotonic() + seconds_of(timeout)
-        pause = FIRST_POLL
-        while True:
-            yield min(pause, max(0.0, until - time.monotonic()))
-            if time.monotonic() >= until:
-                # One last look, and then no more.
-                yield 0.0
-                raise JobTimeoutError(
-                    f"The workflow {self.id} did not end within {timeout:g} s; it may still "
-                    "complete",
-                    job_id=self.id,
-                    timeout=timeout,
-                )
-            pause = min(pause * POLL_GROWTH, LONGEST_POLL)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WorkflowHandle) and self.workflow_id == other.workflow_id
 
@@ -201,3 +163,26 @@ class WorkflowHandle:
 
     def __repr__(self) -> str:
         return f"<WorkflowHandle {self.workflow_id}{f' {self.answer}' if self.answer else ''}>"
+
+
+class _AwaitedWorkflow(Awaited):
+    """Which workflow is waited for."""
+
+    __slots__ = ()
+    what = "Workflow"
+
+    def look(self) -> tuple[bool, Any, Awaited]:
+        """Read the workflow's row."""
+        handle = WorkflowHandle(self.job_id)
+        row = handle._row("state", "name", "reason")
+        if row is None:
+            raise JobNotFoundError(f"There is no workflow {self.name}")
+        if row.state in OPEN_WORKFLOWS:
+            refuse_in_transaction(self.name)
+            return False, None, self
+        if row.state == WorkflowState.FAILED:
+            why = f"The workflow {row.name} failed: {row.reason}"
+            raise JobFailedError(why, original_error=row.reason, job_id=self.name)
+        if row.state == WorkflowState.CANCELLED:
+            raise JobCancelledError(f"The workflow {row.name} was cancelled: {row.reason}")
+        return True, handle._result_of(row), self

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.acceptance.conftest import REAL
+from tests.acceptance.conftest import MARIADB, REAL
 from tests.acceptance.engine import Engine
 from tests.acceptance.load import Load
 from tests.acceptance.program import Program
@@ -49,7 +49,12 @@ def kill_again_and_again(engine: Engine, kills: int) -> int:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "kills"), [("embedded", 6), pytest.param("real", 12, marks=REAL.marks)]
+    ("name", "kills"),
+    [
+        ("embedded", 6),
+        pytest.param("mariadb", 6, marks=MARIADB.marks),
+        pytest.param("real", 12, marks=REAL.marks),
+    ],
 )
 def test_a_worker_killed_at_random_moments(
     name: str, kills: int, request: pytest.FixtureRequest, record_property

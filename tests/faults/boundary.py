@@ -78,6 +78,8 @@ class Boundary:
         """Whether calls are recorded, and one is struck."""
         self.is_dead = False
         self.struck = ""
+        self.on_thread: Callable[[], None] = lambda: None
+        """Called first in each thread that the process starts."""
         self._elapse = elapse
         self._connections: dict[BaseDatabaseWrapper, threading.RLock] = {}
         """And the lock that who is within a call of each holds."""
@@ -174,6 +176,7 @@ def install(monkeypatch: Any, classes: list[type]) -> None:
         monkeypatch.setattr(CursorWrapper, name, _statement(getattr(CursorWrapper, name)))
     for name in ("fetchone", "fetchmany", "fetchall"):
         monkeypatch.setattr(CursorWrapper, name, _fetch(name), raising=False)
+    monkeypatch.setattr(CursorWrapper, "close", _close, raising=False)
     monkeypatch.setattr(psycopg.Cursor, "copy", _copy(psycopg.Cursor.copy))
     for name, fail in (("_commit", _fail_commit), ("_rollback", _lose), ("connect", _lose)):
         wrapped = _of_connection(name.strip("_"), getattr(BaseDatabaseWrapper, name), fail)
@@ -198,6 +201,7 @@ def _start(start: Any) -> Any:
 
             def run_within() -> None:
                 with within(boundary), contextlib.suppress(Died):
+                    boundary.on_thread()
                     run()
 
             thread.run = run_within  # type: ignore[method-assign]
@@ -237,6 +241,13 @@ def _fetch(name: str) -> Any:
             return fetch(*arguments)
 
     return fetching
+
+
+def _close(cursor: Any) -> None:
+    """Close a cursor while its session is not being closed, which SQLite's library may not meet."""
+    close, boundary = CursorWrapper.__getattr__(cursor, "close"), current()
+    with contextlib.nullcontext() if boundary is None else boundary.uses(cursor.db):
+        close()
 
 
 def _copy(copy: Any) -> Any:

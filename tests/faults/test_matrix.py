@@ -55,6 +55,17 @@ FOUND = [
     (_NAMED["rate-outside"], "commit", Fault.RAISES_AFTER, "sqlite-memory"),
     # A permit that came too late for its start is waited for in a loop, until its moment is over.
     (_NAMED["rate-outside"], "SELECT kjo_lease", Fault.TAKES_40_S, "sqlite-memory"),
+    # A rival's recorder waits for the workflow's row, which the struck transaction has locked.
+    (_NAMED["workflow-group"], "SELECT kjo_workflow_stage", Fault.TAKES_40_S, "postgres-memory"),
+    # What the failure of a step has ended is not announced: its workflow, and steps behind it.
+    (_NAMED["workflow-fails"], "commit", Fault.RAISES_AFTER, "sqlite-memory"),
+    (_NAMED["workflow-chain"], "commit", Fault.RAISES_AFTER, "postgres-memory"),
+    (
+        _NAMED["workflow-held"],
+        "UPDATE kjo_workflow_stage + COMMIT",
+        Fault.RAISES_AFTER,
+        "postgres-database",
+    ),
 ]
 """Cases that ``test_every_fault`` found: scenario, how the call begins, fault, engine."""
 

@@ -31,10 +31,11 @@ from kjo_django.models import (
     ProcessedEvent,
     Schedule,
     TransportMessage,
+    Workflow,
     source_of_job,
 )
 from kjo_django.runtime import close_backends, get_coordination, get_transport
-from kjo_django.states import ItemState, JobState
+from kjo_django.states import OPEN_WORKFLOWS, ItemState, JobState, WorkflowState
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.faults.boundary import Boundary, Died, Fault, within
@@ -49,6 +50,11 @@ ENDS = {
     JobState.COMPLETED: "job_completed",
     JobState.FAILED: "job_failed",
     JobState.CANCELLED: "job_cancelled",
+}
+WORKFLOW_ENDS = {
+    WorkflowState.COMPLETED: "workflow_completed",
+    WorkflowState.FAILED: "workflow_failed",
+    WorkflowState.CANCELLED: "workflow_failed",
 }
 RIVAL_TIMEOUT = 30.0
 OTHERS = "faults-others"
@@ -102,7 +108,7 @@ class World:
         """How often each handler was called, committed or not."""
         self.announced: Counter[tuple[str, str]] = Counter()
         self.exempt: set[str] = set()
-        """Jobs that had ended when the process died that may have ended them."""
+        """Jobs and workflows that had ended when the process died that may have ended them."""
         self.processes: list[Process] = []
         self.disturbances: list[str] = []
         """What went wrong with the rival."""
@@ -166,7 +172,9 @@ class World:
                     with contextlib.suppress(CommandError):  # it says what it could not do
                         call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
                 else:
-                    self.process("rival").turn()
+                    rival = self.process("rival")
+                    rival.boundary.on_thread = _join_the_rival
+                    rival.turn()
             except BaseException as error:
                 errors.append(error)
 
@@ -213,7 +221,11 @@ class World:
             elif process.boundary.is_dead:
                 process.bury()
                 self.processes.remove(process)
-                self.exempt = {str(job.pk) for job in Job.objects.filter(state__in=states.FINAL)}
+                ended = [
+                    *Job.objects.filter(state__in=states.FINAL),
+                    *Workflow.objects.exclude(state__in=OPEN_WORKFLOWS),
+                ]
+                self.exempt = {str(row.pk) for row in ended}
                 self.clock.advance(41)
                 self.process("fresh")
         for seconds in ROUNDS:
@@ -300,6 +312,11 @@ class World:
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
         found += self._disorder(jobs, happened) + self._problems_of_others()
+        for row in Workflow.objects.exclude(state__in=OPEN_WORKFLOWS):
+            signal = WORKFLOW_ENDS[WorkflowState(row.state)]
+            is_excused = str(row.pk) in self.exempt or self.has_refused
+            if not is_excused and not self.announced[signal, str(row.pk)]:
+                found.append(f"workflow {row.name} ({row.state}) was not announced by {signal}")
         return found + self.flows.problems()
 
     def _problems_of_others(self) -> list[str]:
@@ -379,20 +396,20 @@ class World:
 
     # --- Means of scenarios -----------------------------------------------------------------------
 
-    def hear(self, signal: str, **facts: Any) -> None:
+    def hear(self, signal: str, /, **facts: Any) -> None:
         from tests.faults.boundary import current
 
         boundary = current()
         if boundary is None or not boundary.is_dead:
-            self.announced[signal, str(facts["job_id"])] += 1
+            self.announced[signal, str(facts.get("job_id") or facts["workflow_id"])] += 1
 
     def listening(self) -> Callable[[], None]:
         """Hear the signals of ends until what is returned is called."""
         receivers = []
-        for name in ENDS.values():
+        for name in (*ENDS.values(), *WORKFLOW_ENDS.values()):
 
-            def receive(sender: Any, signal: Any, name: str = name, **facts: Any) -> None:
-                self.hear(name, **facts)
+            def receive(sender: Any, signal: Any, *, heard: str = name, **facts: Any) -> None:
+                self.hear(heard, **facts)
 
             getattr(signals, name).connect(receive, weak=False)
             receivers.append((getattr(signals, name), receive))
@@ -490,6 +507,14 @@ class Rival:
 
 def _be_the_rival() -> None:
     threading.current_thread().name = RIVAL
+
+
+def _join_the_rival() -> None:
+    """Let the recorder of the rival be as impatient as the rival: its lane waits for coroutines,
+    whose ends the recorder may be unable to record until the struck call has ended."""
+    if threading.current_thread().name == "kjo-recorder":
+        _be_the_rival()
+        _be_impatient()
 
 
 @contextlib.contextmanager

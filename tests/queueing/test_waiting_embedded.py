@@ -32,16 +32,18 @@ def test_an_outage_of_the_database_is_waited_out(
 ) -> None:
     file_queue.execute(lambda job: job.payload)
     file_queue.start()
-    look, outages = waiting._look, iter(range(3))
+    look, outages = waiting.Awaited.look, iter(range(3))
 
     def fail_at_first(awaited: Any) -> Any:
         if next(outages, None) is not None:
             raise OperationalError("gone")
         return look(awaited)
 
-    monkeypatch.setattr(waiting, "_look", fail_at_first)
+    monkeypatch.setattr(waiting.Awaited, "look", fail_at_first)
     assert file_queue.enqueue_and_wait("a", 1) == 1
     # And one that lasts is told
-    monkeypatch.setattr(waiting, "_look", lambda awaited: (_ for _ in ()).throw(OperationalError))
+    monkeypatch.setattr(
+        waiting.Awaited, "look", lambda awaited: (_ for _ in ()).throw(OperationalError)
+    )
     with pytest.raises(OperationalError):
         file_queue.enqueue_and_wait("b", 1, timeout=0.2)

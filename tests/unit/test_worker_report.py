@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 from datetime import timedelta
 from io import StringIO
 from types import SimpleNamespace
 
+import django
 import pytest
 from django.utils import timezone
 
@@ -14,7 +16,7 @@ from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker import Worker, report
-from kjo_django.worker.report import StatusReporter, render, status_of
+from kjo_django.worker.report import StatusReporter, render, start_of, status_of
 from kjo_django.worker.statistics import memory_limit
 from tests.unit.deliveries import KJO
 from tests.unit.test_scheduler import delivery
@@ -239,8 +241,9 @@ def test_as_json_every_line_is_an_object(worker):
     reporter.announce()
     settle(worker, completed=1)
     reporter.report()
-    (line,) = out.getvalue().splitlines()
-    assert json.loads(line)["processed"] == 1
+    started, status = map(json.loads, out.getvalue().splitlines())
+    assert (started["event"], started["queues"]) == ("started", ["ledger"])
+    assert status["processed"] == 1
 
 
 def test_it_says_what_was_started_and_how_to_stop_it(worker):
@@ -248,3 +251,25 @@ def test_it_says_what_was_started_and_how_to_stop_it(worker):
     StatusReporter(worker, out, 0).announce()
     assert "Consuming ledger with 4 lanes as host-1" in out.getvalue()
     assert "Ctrl-C" in out.getvalue()
+
+
+def test_it_says_what_it_serves_with_which_versions_and_no_secret(worker, settings):
+    settings.KJO = {
+        **settings.KJO,
+        "RELEASE": "v1.4\n0",
+        "TRANSPORTS": {
+            "default": {
+                "BACKEND": "kjo_django.transports.memory.MemoryTransport",
+                "OPTIONS": {"sasl.password": "secret"},
+            }
+        },
+    }
+    worker.runtime = current_runtime()
+    out = StringIO()
+    StatusReporter(worker, out, 0).announce()
+    _, second, third = out.getvalue().splitlines()
+    assert second.startswith(f"  Service {worker.runtime.service}, release v1.4\\n0; database: ")
+    assert "transport default: MemoryTransport; coordination: " in second
+    assert third.startswith(f"  Python {platform.python_version()}, kjo-django ")
+    assert f"Django {django.get_version()}" in third
+    assert "secret" not in out.getvalue() + json.dumps(start_of(worker))

@@ -172,11 +172,11 @@ class BatchContext:
         self.items = items
         self.time_limit = time_limit
         """Seconds the call may take; None: no limit."""
-        self.handler = items[0].handler
+        self.handler: str = items[0].handler
         """The handler's name."""
-        self.queue = items[0].queue
+        self.queue: str = items[0].queue
         """The queue's name."""
-        self.payload = [item.payload for item in items]
+        self.payload: list[Any] = [item.payload for item in items]
         """The payloads of all items."""
 
     @cached_property

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from django.db import connections, transaction
 from django.db.backends.utils import CursorWrapper
 
-from kjo_django import group
+from kjo_django import chain, group
 from kjo_django.enqueue.definition import Step
-from kjo_django.models import Job, WorkflowCount, WorkflowEdge
+from kjo_django.models import Job, Workflow, WorkflowCount, WorkflowEdge
 from kjo_django.runtime import current_runtime
 from kjo_django.states import JobState
-from kjo_django.store.base import Store
 from kjo_django.workflows import countdown
 from kjo_django.workflows.countdown import count_ended
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.unit.deliveries import Bench
-from tests.unit.workflows.conftest import KJO, Steps
+from tests.unit.workers import wait_until
+from tests.unit.workflows.conftest import KJO, MEMORY, Steps
 
 PATIENCE = 20.0
 
@@ -69,20 +70,7 @@ def test_two_that_count_the_last_members_at_once_release_the_callback_once(
     if shape == "two stages":
         members = [steps.note.step(name="m0"), steps.outside.step(name="m1")]
     handle, last = with_two_open_members(members, steps.note.step(name="end"))
-    # And two connections, each of which goes on when the other has counted its member, too
-    both, released, seen = threading.Barrier(2), Counter[str](), []
-    transit = countdown.transition
-    store = type(current_runtime().store)
-    count_steps = store.count_steps
-
-    def counting(self: Store, changes: Any) -> Any:
-        found = count_steps(self, changes)
-        both.wait(PATIENCE)
-        with connections["default"].cursor() as cursor:
-            cursor.execute("SELECT sum(open_count) FROM kjo_workflow_count")
-            seen.append(cursor.fetchone()[0])
-        both.wait(PATIENCE)
-        return found
+    released, transit = Counter[str](), countdown.transition
 
     def releasing(event: str, rows: Any, **changes: Any) -> int:
         changed = transit(event, rows, **changes)
@@ -90,7 +78,6 @@ def test_two_that_count_the_last_members_at_once_release_the_callback_once(
             released["end"] += changed
         return changed
 
-    monkeypatch.setattr(store, "count_steps", counting)
     monkeypatch.setattr(countdown, "transition", releasing)
 
     def end_one(job: Job) -> None:
@@ -99,17 +86,38 @@ def test_two_that_count_the_last_members_at_once_release_the_callback_once(
         finally:
             connections.close_all()
 
-    # When both end
     with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(end_one, job) for job in last]:
+        # And somebody who holds the workflow until both are counted, by transactions that see
+        # nothing of each other
+        with transaction.atomic():
+            Workflow.objects.select_for_update().get(pk=handle.workflow_id)
+            ends = [threads.submit(end_one, job) for job in last]
+            wait_until(lambda: waiting_sessions() == 2 or any(end.done() for end in ends))
+            assert open_steps() == 3  # the members and the callback
+        # When both end
+        for each in ends:
             each.result(PATIENCE)
     monkeypatch.undo()
-    # Then neither has seen the other's change, and one of them has released the callback
-    assert seen == [2, 2]  # the other member and the callback
+    # Then one of them has released the callback
     assert released == {"end": 1}
     assert list(WorkflowEdge.objects.values_list("is_met", flat=True).distinct()) == [True]
     assert steps.run() == ["end"]
     assert handle.status == "completed"
+
+
+def waiting_sessions() -> int:
+    """Return how many sessions wait for a lock that another one holds."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
+            "AND datname = current_database()"
+        )
+        return int(cursor.fetchone()[0])
+
+
+def open_steps() -> int:
+    return sum(WorkflowCount.objects.values_list("open_count", flat=True))
 
 
 def statements_of(bench: Bench, count: int) -> tuple[int, list[str]]:
@@ -117,6 +125,14 @@ def statements_of(bench: Bench, count: int) -> tuple[int, list[str]]:
     and the first words of those that are of tables of workflows."""
     deliveries = bench.poll(count)
     assert len(deliveries) == count
+    with statements() as taken:
+        bench.run(deliveries)
+    return len(taken), of_workflows(taken)
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """Yield a list of the statements that are executed, whatever the thread."""
     taken: list[str] = []
     execute = CursorWrapper._execute_with_wrappers
 
@@ -126,8 +142,12 @@ def statements_of(bench: Bench, count: int) -> tuple[int, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CursorWrapper, "_execute_with_wrappers", executing)
-        bench.run(deliveries)
-    return len(taken), [sql.split()[0] for sql in taken if "kjo_workflow" in sql]
+        yield taken
+
+
+def of_workflows(taken: list[str]) -> list[str]:
+    """Return the first words of the statements that are of tables of workflows."""
+    return [sql.split()[0] for sql in taken if "kjo_workflow" in sql]
 
 
 @pytest.mark.postgres
@@ -153,3 +173,21 @@ def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: S
         assert not Job.objects.filter(state=JobState.WAITING).exists()
     finally:
         bench.close()
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+def test_a_step_of_a_chain_takes_two_round_trips_more_than_a_plain_job(
+    steps: Steps, settings: Any
+) -> None:
+    # Given a chain on a transport that needs the relay
+    settings.KJO = KJO | MEMORY
+    names = [f"s{number}" for number in range(5)]
+    handle = chain(*(steps.note.step(name=name) for name in names)).enqueue()
+    # When it runs
+    with statements() as taken:
+        assert steps.run() == names
+    # Then the first step reads what never changes, each counts and writes what follows, and the
+    # last one asks whether any has failed
+    assert of_workflows(taken) == ["SELECT", *["WITH", "UPDATE"] * 4, "WITH", "SELECT", "UPDATE"]
+    assert handle.status == "completed"

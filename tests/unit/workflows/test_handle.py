@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from asgiref.sync import async_to_sync
 from django.db import connections
 
 from kjo_django import Workflow, chain, group
+from kjo_django.enqueue import waiting
 from kjo_django.enqueue.waiting import NO_RESULT
 from kjo_django.exceptions import (
     JobCancelledError,
@@ -85,3 +88,47 @@ def test_waiting_ends_with_the_workflow_and_with_its_time(steps: Steps) -> None:
     thread.join()
     assert async_to_sync(handle.aresult)() == 4
     assert async_to_sync(handle.astatus)() == "completed"
+
+
+@pytest.mark.parametrize("engine", ["postgres-database"], indirect=True)
+@pytest.mark.postgres
+def test_a_notification_ends_the_wait_long_before_the_next_poll(
+    engine: str, steps: Steps, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    looked = threading.Event()
+
+    def long_pauses(waiter: Any, awaited: Any) -> Iterator[float]:
+        while True:
+            looked.set()
+            yield 20.0
+
+    monkeypatch.setattr(waiting.Waiter, "_pauses", long_pauses)
+    request.addfinalizer(lambda: waiting._current_listener().close())
+    with ThreadPoolExecutor(1) as pool:
+        for wait in (WorkflowHandle.wait, async_to_sync(WorkflowHandle.await_)):
+            for end in ("completed", "cancelled"):
+                # Given: a workflow that somebody waits for
+                looked.clear()
+                handle = chain(steps.double.step(value=1), steps.double.step()).enqueue()
+                answer = pool.submit(closing(wait), handle, 30)
+                assert looked.wait(20)
+                # When it ends, then the waiter learns that at once
+                if end == "completed":
+                    steps.run()
+                    assert answer.result(10) == 4
+                else:
+                    workflows.cancel([handle.id])
+                    with pytest.raises(JobCancelledError):
+                        answer.result(10)
+
+
+def closing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that closes its thread's connections."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        finally:
+            connections.close_all()
+
+    return call
