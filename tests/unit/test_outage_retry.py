@@ -3,10 +3,12 @@
 import threading
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection
 
 from kjo_django.engine import recorder
+from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.recorder import Next, OutageRetry
+from kjo_django.outbox.relay import drop_broken
 
 GONE = OperationalError("the connection is lost")
 
@@ -32,3 +34,11 @@ def test_a_worker_that_stops_tries_once_more_to_record_what_has_run(stopping):
 
 def test_a_worker_that_stops_does_not_try_again_what_has_not_run(stopping):
     assert OutageRetry(stopping).after(GONE, "default", "Not claimed", 1) is Next.STOPPED
+
+
+def test_a_connection_that_is_closed_stays_so(any_database):
+    """Django asks a closed one of MariaDB whether it is usable by a method of None."""
+    connection.close()
+    drop_broken_connections()
+    drop_broken("default")
+    assert connection.connection is None

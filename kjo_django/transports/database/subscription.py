@@ -44,6 +44,11 @@ OUTAGES = (OperationalError, InterfaceError)
 """What a database raises when it is away, restarting, locked, or when it broke a deadlock."""
 SHORTEST_WAIT = 0.005
 """Seconds until the table is looked at again after activity; each wait is twice the one before."""
+WAIT_TO_BE_WOKEN = 0.1
+"""Seconds until the table is looked at again after a claim on a publisher's wake-up: the next
+publisher wakes this consumer, too, and nobody does for a row whose time has come."""
+CLOSE_TOGETHER = 0.025
+"""Seconds between two claims of a stream of jobs."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 """Seconds between two looks at SQLite's counter. The look is a few microseconds, waking up for it a
 hundred: an idle worker does that ten times a second."""
@@ -112,6 +117,12 @@ class DatabaseSubscription(LeasedSubscription):
         self._urgent_at = 0.0
         self._may_have_more = True
         """Whether something may be due: then it is claimed without being looked for first."""
+        self._claimed_at = 0.0
+        self._is_woken = False
+        """Whether a publisher's wake-up is why it claims next."""
+        self._has_all = False
+        """Whether the last claim, on a wake-up, took all there was: then it waits before it looks
+        again."""
         self._may_have_strays = False
         """Whether there may be rows of this consumer that were never handed out, since the answer
         to the commit of their claim was lost."""
@@ -126,6 +137,7 @@ class DatabaseSubscription(LeasedSubscription):
         # Jittered, so that consumers do not look all at once.
         seconds = self._next_wait * random.uniform(0.75, 1.0)  # noqa: S311
         self._next_wait = min(self._poll_interval, self._next_wait * 2)
+        self._has_all = False
         outage = self._retry_at - self._clock.monotonic()
         try:
             if outage > 0:
@@ -137,6 +149,11 @@ class DatabaseSubscription(LeasedSubscription):
             return False
         if is_woken:
             self._next_wait = SHORTEST_WAIT
+            locks_rows = connections[self._alias].features.has_select_for_update
+            if locks_rows and self._clock.monotonic() - self._claimed_at > CLOSE_TOGETHER:
+                # Else it looks first: what is published meanwhile is claimed along, and nobody else
+                # waits for SQLite's one writer in vain.
+                self._may_have_more = self._is_woken = True
         return is_woken
 
     def _attempt(self, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
@@ -151,6 +168,8 @@ class DatabaseSubscription(LeasedSubscription):
         try:
             self._housekeep()
             self._free_strays()
+            if deadline <= self._clock.monotonic():
+                self._has_all = False  # whoever will not wait asks what is there now
             self._write_settled()
             if (now := self._clock.monotonic()) >= self._renew_at:
                 if self._held:
@@ -228,6 +247,7 @@ class DatabaseSubscription(LeasedSubscription):
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
         due = list(below or ()) or (self._due_topics() if limit > 0 else [])
+        is_woken, self._is_woken = self._is_woken, False
         if not due:
             self._may_have_more = False
             return []
@@ -248,11 +268,14 @@ class DatabaseSubscription(LeasedSubscription):
                 raise Collision
             large = self._values_of(id for id, *_, size in rows if (size or 0) > small)
         size = sum(row[-1] or 0 for row in rows)
+        self._claimed_at = self._clock.monotonic()
         if below is None:
             self._may_have_more = len(rows) >= limit or size >= max_bytes
         if rows or len(topics) < len(due):
             # Something happens here, or another consumer claims just now: come back soon.
             self._next_wait = SHORTEST_WAIT
+        if is_woken and len(topics) == len(due) and not self._may_have_more:
+            self._next_wait, self._has_all = min(WAIT_TO_BE_WOKEN, self._poll_interval), True
         return [
             Record(
                 topic=topic,
@@ -281,6 +304,8 @@ class DatabaseSubscription(LeasedSubscription):
         topics = self._wanted_topics()
         if self._may_have_more or not topics:
             return topics
+        if self._has_all:
+            return []
         started = self._clock.monotonic()
         now = self._clock.now()
         waiting = group_rows(self._alias, self._group).filter(

@@ -2,7 +2,7 @@
 
 ``publish`` inserts rows inside whatever transaction the caller is in, so a record exists if and
 only if that transaction commits; a group of consumers in any number of processes claims them under
-leases. Runs on SQLite, PostgreSQL, MySQL and MariaDB.
+leases. Runs on SQLite, PostgreSQL and MariaDB.
 
 ``OPTIONS``:
 
