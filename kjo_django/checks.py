@@ -19,6 +19,7 @@ E013    a topic that the transport cannot name so
 E014    middleware that cannot be imported, or cannot stand around a handler
 E015    an entry of SCHEDULES that means nothing, or whose job cannot be enqueued
 E018    the topic of a level of priority that is another queue's
+E019    an isolation level or a character set of MariaDB or MySQL that jobs cannot use
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -317,6 +318,23 @@ def _check_one_database(settings: Settings) -> Messages:
             )
 
 
+def _check_mysql(settings: Settings) -> Messages:
+    """At other levels InnoDB's transactions go on reading what was there when they began; other
+    character sets have no room for every text."""
+    alias = runtime.jobs_database()
+    database = django_settings.DATABASES.get(alias, {})
+    options = database.get("OPTIONS", {})
+    needed = {"isolation_level": "read committed", "charset": "utf8mb4"}
+    for name, value in needed.items() if "mysql" in database.get("ENGINE", "") else ():
+        given = options.get(name, value)
+        if str(given).lower() != value:
+            yield checks.Error(
+                f"DATABASES[{alias!r}]['OPTIONS'][{name!r}] is {given!r}; jobs need {value!r}.",
+                hint="Remove it: this is what Django uses.",
+                id="kjo.E019",
+            )
+
+
 def _warn_router(settings: Settings) -> Messages:
     chosen = router.db_for_write(Job)
     if settings.database is not None and settings.database != chosen:
@@ -443,6 +461,7 @@ _WARNINGS = (
     _warn_memory_database,
     # Errors, which can be seen once the transports can be made.
     _check_one_database,
+    _check_mysql,
     _check_topic_names,
     _check_levels,
     _warn_priorities,

@@ -4,9 +4,11 @@ queues, schedules, figures, and those of the database transport and the database
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from django.core.checks import CheckMessage
 from django.db import models
 from django.db.models import F, Q
 from django.utils import timezone
@@ -18,6 +20,8 @@ from kjo_django.messages.headers import message_id
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
 from kjo_django.states import JobState, JobStatus, OnFailure, WorkflowState
 from kjo_django.timetables import Timetable
+
+AnyModel = TypeVar("AnyModel", bound=models.Model)
 
 # --- Jobs -----------------------------------------------------------------------------------------
 
@@ -57,6 +61,45 @@ class UniqueWhereGiven(models.UniqueConstraint):
         return models.UniqueConstraint(fields=self.fields, name=self.name, condition=condition)
 
 
+class PartialIndex(models.Index):
+    """An index of the rows that meet a condition.
+
+    Where the database has no partial indexes (MariaDB, MySQL), all rows are in it, behind the
+    columns of the condition, so that those meant are found without the others.
+
+    :param led_by: these columns.
+    """
+
+    def __init__(self, *, led_by: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.led_by = tuple(led_by)
+
+    def deconstruct(self) -> tuple[str, Any, dict[str, Any]]:
+        """For migrations."""
+        path, arguments, options = super().deconstruct()
+        return path, arguments, {**options, "led_by": self.led_by} if self.led_by else options
+
+    def create_sql(self, model: Any, schema_editor: Any, using: str = "", **more: Any) -> Any:
+        """For ``CREATE INDEX``."""
+        if schema_editor.connection.features.supports_partial_indexes:
+            return super().create_sql(model, schema_editor, using, **more)
+        fields = [*self.led_by, *self.fields]
+        whole = models.Index(fields=fields, name=self.name)
+        return whole.create_sql(model, schema_editor, using, **more)
+
+
+def partially_indexed(model: type[AnyModel]) -> type[AnyModel]:
+    """Return a model with ``PartialIndex``es, whose check leaves out Django's warning that MariaDB
+    and MySQL have no such indexes: there they have another form."""
+    every = model.check
+
+    def check(_: type[AnyModel], /, **options: Any) -> list[CheckMessage]:
+        return [one for one in every(**options) if one.id != "models.W037"]
+
+    model.check = classmethod(check)  # type: ignore[method-assign,assignment]
+    return model
+
+
 ORIGIN_ID = "kjo-origin-id"
 """Header of a job that was born of a message nobody enqueued here: that message's id."""
 
@@ -88,6 +131,7 @@ class JobQuerySet(models.QuerySet["Job"]):
         return self.filter(pk=id, generation=generation)
 
 
+@partially_indexed
 class Job(models.Model):
     """A unit of work and its state; see ``kjo_django.states`` for the state machine.
 
@@ -187,34 +231,38 @@ class Job(models.Model):
             ("retry_job", _("Can requeue jobs")),
             ("cancel_job", _("Can cancel jobs")),
             ("view_payload", _("Can see payloads, results and tracebacks")),
+            ("erase_personal_data", _("Can erase what is kept of a person")),
         )
         constraints = (UniqueWhereGiven(fields=("queue", "unique_id"), name="kjo_job_unique_id"),)
         indexes = (
             # The relay's batch: due rows in order. Rows leave it as soon as they are queued.
-            models.Index(
+            PartialIndex(
                 fields=("available_at", "id"),
                 name="kjo_job_due_idx",
+                led_by=("state",),
                 condition=Q(state__in=("pending", "failing")),
             ),
             # The same of one queue, behind however long a backlog of another.
-            models.Index(
+            PartialIndex(
                 fields=("queue", "available_at", "id"),
                 name="kjo_job_queue_due_idx",
+                led_by=("state",),
                 condition=Q(state__in=("pending", "failing")),
             ),
             # Due rows of queues with levels of priority: those of a higher one, behind however long
             # a backlog. Jobs of other queues that have no priority are not in it.
-            models.Index(
+            PartialIndex(
                 fields=("queue", "-priority", "available_at", "id"),
                 name="kjo_job_priority_due_idx",
+                led_by=("state",),
                 condition=Q(state__in=("pending", "failing"), priority__isnull=False),
             ),
             # Lists and counts by state: everything but the completed mass.
-            models.Index(
+            PartialIndex(
                 fields=("state", "id"), name="kjo_job_state_idx", condition=~Q(state="completed")
             ),
             # The steps of a workflow; jobs of none are not in it.
-            models.Index(
+            PartialIndex(
                 fields=("stage", "id"), name="kjo_job_stage_idx", condition=Q(stage__isnull=False)
             ),
         )
@@ -322,6 +370,7 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
 # --- Workflows ------------------------------------------------------------------------------------
 
 
+@partially_indexed
 class Workflow(models.Model):
     """Jobs that wait for one another. Whoever changes what waits for what holds this row locked."""
 
@@ -372,9 +421,10 @@ class Workflow(models.Model):
         )
         indexes = (
             models.Index(fields=("state", "id"), name="kjo_workflow_state_idx"),
-            models.Index(
+            PartialIndex(
                 fields=("deadline",),
                 name="kjo_workflow_deadline_idx",
+                led_by=("state",),
                 condition=Q(state__in=("running", "held"), deadline__isnull=False),
             ),
         )
@@ -501,6 +551,7 @@ def fingerprint_of(handler: str, error_type: str, place: str) -> str:
     return hashlib.sha256(f"{handler}\0{error_type}\0{place}".encode()).hexdigest()[:16]
 
 
+@partially_indexed
 class DeadLetter(models.Model):
     """A message as it was, why it failed, and what became of it."""
 
@@ -575,10 +626,15 @@ class DeadLetter(models.Model):
         )
         indexes = (
             # The open ones, newest first, and the replayer's walk through them.
-            models.Index(fields=("id",), name="kjo_dl_open_idx", condition=Q(state="open")),
+            PartialIndex(
+                fields=("id",), name="kjo_dl_open_idx", led_by=("state",), condition=Q(state="open")
+            ),
             # Groups of equal errors among the open ones.
-            models.Index(
-                fields=("fingerprint", "id"), name="kjo_dl_print_idx", condition=Q(state="open")
+            PartialIndex(
+                fields=("fingerprint", "id"),
+                name="kjo_dl_print_idx",
+                led_by=("state",),
+                condition=Q(state="open"),
             ),
         )
 
@@ -761,6 +817,7 @@ class QueueControl(models.Model):
 # --- Schedules ------------------------------------------------------------------------------------
 
 
+@partially_indexed
 class Schedule(models.Model):
     """A job that is enqueued again and again: at the ticks of a cron expression or an interval, or
     once at a moment.
@@ -884,7 +941,7 @@ class Schedule(models.Model):
         )
         indexes = (
             # Each look at what is due, and at when something will be.
-            models.Index(
+            PartialIndex(
                 fields=("next_at",),
                 name="kjo_schedule_due_idx",
                 condition=Q(is_enabled=True, is_paused=False, next_at__isnull=False),
@@ -1123,6 +1180,7 @@ class TransportSubscription(models.Model):
         return f"{self.consumer_group} on {self.topic}"
 
 
+@partially_indexed
 class TransportMessage(models.Model):
     """A record waiting for one consumer group; deleted when acknowledged."""
 
@@ -1159,7 +1217,7 @@ class TransportMessage(models.Model):
                 fields=("topic", "consumer_group", "rank", "id"), name="kjo_message_rank_idx"
             ),
             # Renewing, acknowledging and asking which keys are in flight.
-            models.Index(
+            PartialIndex(
                 fields=("lease_token", "key_hash"),
                 name="kjo_message_lease_idx",
                 condition=~Q(lease_token=""),

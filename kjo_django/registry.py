@@ -86,9 +86,9 @@ class Handler:
     def __init__(self, function: Callable[..., Any], options: HandlerOptions) -> None:
         self.function = function
         self.options = options
-        self.name = options.name
+        self.name: str = options.name
         """The registered name, ``<app>.<function>`` by default."""
-        self.is_async = inspect.iscoroutinefunction(function)
+        self.is_async: bool = inspect.iscoroutinefunction(function)
         self._signature = inspect.signature(function)
         self._names: tuple[frozenset[str], frozenset[str]] | None = None
         """The names an ordinary function needs and takes, None for one with ``*`` or ``/``."""

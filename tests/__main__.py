@@ -1,7 +1,8 @@
 """Every test there is, with the servers they need: `python -m tests [PYTEST ARGUMENTS]`.
 
-Installs Kafka, Redis, PostgreSQL and Chromium where they are missing, then runs pytest. ruff, the
-import contracts and mypy are tests too (`tests/checks`), so pytest's last line tells of everything.
+Installs Kafka, Redis, PostgreSQL, MariaDB and Chromium where they are missing, then runs pytest.
+ruff, the import contracts and mypy are tests too (`tests/checks`), so pytest's last line tells of
+everything.
 Without the servers the rest is run all the same, and the exit code says that something is missing.
 """
 
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
     arguments = ["--durations=15", "--durations-min=5", *arguments]
     # Not left to the fixtures: installing may take longer than a test is given.
     try:
-        provision(browser=True)
+        provision(browser=True, mariadb=True)
     except ServiceError as error:
         print(f"error: {error}\n", file=sys.stderr)
         return int(pytest.main(arguments)) or 1

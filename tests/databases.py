@@ -72,6 +72,18 @@ def _migrated_postgres(
     postgres_server.dropdb(name)
 
 
+@pytest.fixture(scope="session")
+def _migrated_mariadb(
+    django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
+) -> Iterator[dict[str, Any]]:
+    name = f"kjo_unit_{uuid.uuid4().hex[:12]}"
+    settings = settings_of(mariadb_server.createdb(name))
+    with django_db_blocker.unblock(), led_to(settings):
+        call_command("migrate", verbosity=0)
+    yield settings
+    mariadb_server.dropdb(name)
+
+
 @pytest.fixture
 def sqlite_file(_migrated_file: Path, django_db_blocker: Any, tmp_path: Path) -> Iterator[Path]:
     """``default`` is a fresh SQLite file; its path."""
@@ -108,11 +120,50 @@ def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iter
         yield
 
 
+def empty_mariadb(cursor: Any) -> None:
+    """Leave no row, and let ids begin anew."""
+    ours = "REGEXP '^(kjo|ledger|processed|auth_group)'"
+    cursor.execute(
+        "SELECT table_name, auto_increment FROM information_schema.tables"
+        f" WHERE table_schema = DATABASE() AND table_name {ours}"
+    )
+    tables = cursor.fetchall()
+    cursor.execute("SET foreign_key_checks = 0")
+    for name, number in tables:
+        cursor.execute(f"DELETE FROM `{name}`")
+        if (number or 1) > 1:
+            cursor.execute(f"ALTER TABLE `{name}` AUTO_INCREMENT = 1")
+    cursor.execute("SET foreign_key_checks = 1")
+
+
+@pytest.fixture
+def mariadb(_migrated_mariadb: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
+    """``default`` is an empty MariaDB database."""
+    with django_db_blocker.unblock(), led_to(_migrated_mariadb):
+        with connections[DEFAULT].cursor() as cursor:
+            empty_mariadb(cursor)
+        yield
+
+
 @pytest.fixture(
     params=["sqlite_file", pytest.param("postgres", marks=pytest.mark.postgres)],
     ids=["sqlite", "postgres"],
 )
 def real_database(request: pytest.FixtureRequest) -> str:
     """The same test on a SQLite file and on PostgreSQL; the vendor's name."""
+    request.getfixturevalue(request.param)
+    return str(connections[DEFAULT].vendor)
+
+
+@pytest.fixture(
+    params=[
+        "sqlite_file",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ],
+    ids=["sqlite", "postgres", "mariadb"],
+)
+def any_database(request: pytest.FixtureRequest) -> str:
+    """The same test on a SQLite file, PostgreSQL and MariaDB; the vendor's name."""
     request.getfixturevalue(request.param)
     return str(connections[DEFAULT].vendor)

@@ -154,7 +154,7 @@ class JobDefinition(Generic[P, R_co]):
 
     def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
         self.handler = handler
-        self.options = options or EnqueueOptions()
+        self.options: EnqueueOptions = options or EnqueueOptions()
         self._unique = unique.rule_of(self.options, handler)
         functools.update_wrapper(self, handler.function)
 

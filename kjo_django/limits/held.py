@@ -197,13 +197,9 @@ def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
                 waiting_since=runtime.clock.now(),
             )
         )
-    rows(runtime).bulk_create(
-        places,
-        update_conflicts=True,
-        unique_fields=["job_id"],
-        update_fields=["limit", "generation", "queue", "is_released"],
-        batch_size=_NAMES,
-    )
+    changed = ["limit", "generation", "queue", "is_released"]
+    if places:
+        runtime.store.insert_or_update(places, "job_id", changed, _NAMES)
     alike: dict[tuple[int, int], list[UUID]] = {}
     for job in jobs:
         alike.setdefault((job.row.generation, job.row.attempts), []).append(job.row.id)

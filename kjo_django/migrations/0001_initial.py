@@ -143,7 +143,7 @@ class Migration(migrations.Migration):
                 'ordering': ('-id',),
                 'permissions': (('enqueue_job', 'Can enqueue jobs'), ('retry_job', 'Can requeue jobs'), ('cancel_job', 'Can cancel jobs'), ('view_payload', 'Can see payloads, results and tracebacks')),
                 'default_permissions': ('view', 'delete'),
-                'indexes': [models.Index(condition=models.Q(('state__in', ('pending', 'failing'))), fields=['available_at', 'id'], name='kjo_job_due_idx'), models.Index(condition=models.Q(('state', 'completed'), _negated=True), fields=['state', 'id'], name='kjo_job_state_idx')],
+                'indexes': [kjo_django.models.PartialIndex(condition=models.Q(('state__in', ('pending', 'failing'))), led_by=('state',), fields=['available_at', 'id'], name='kjo_job_due_idx'), kjo_django.models.PartialIndex(condition=models.Q(('state', 'completed'), _negated=True), fields=['state', 'id'], name='kjo_job_state_idx')],
                 'constraints': [models.UniqueConstraint(fields=('queue', 'unique_id'), name='kjo_job_unique_id')],
             },
         ),
@@ -267,7 +267,7 @@ class Migration(migrations.Migration):
             options={
                 'db_table': 'kjo_transport_message',
                 'default_permissions': (),
-                'indexes': [models.Index(fields=['topic', 'consumer_group', 'id'], name='kjo_message_next_idx'), models.Index(condition=models.Q(('lease_token', ''), _negated=True), fields=['lease_token', 'key_hash'], name='kjo_message_lease_idx')],
+                'indexes': [models.Index(fields=['topic', 'consumer_group', 'id'], name='kjo_message_next_idx'), kjo_django.models.PartialIndex(condition=models.Q(('lease_token', ''), _negated=True), fields=['lease_token', 'key_hash'], name='kjo_message_lease_idx')],
             },
         ),
         migrations.CreateModel(
@@ -321,7 +321,7 @@ class Migration(migrations.Migration):
                 'ordering': ('-id',),
                 'permissions': (('replay_dlq', 'Can replay dead letters'), ('discard_dlq', 'Can discard dead letters'), ('edit_payload', "Can change a dead letter's payload and replay it")),
                 'default_permissions': ('view', 'delete'),
-                'indexes': [models.Index(condition=models.Q(('state', 'open')), fields=['id'], name='kjo_dl_open_idx'), models.Index(condition=models.Q(('state', 'open')), fields=['fingerprint', 'id'], name='kjo_dl_print_idx')],
+                'indexes': [kjo_django.models.PartialIndex(condition=models.Q(('state', 'open')), led_by=('state',), fields=['id'], name='kjo_dl_open_idx'), kjo_django.models.PartialIndex(condition=models.Q(('state', 'open')), led_by=('state',), fields=['fingerprint', 'id'], name='kjo_dl_print_idx')],
             },
         ),
     ]

@@ -41,7 +41,7 @@ class Migration(migrations.Migration):
                 'ordering': ('-id',),
                 'permissions': (('cancel_workflow', 'Can cancel workflows'), ('retry_workflow', 'Can retry workflows from their failed steps')),
                 'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['state', 'id'], name='kjo_workflow_state_idx'), models.Index(condition=models.Q(('deadline__isnull', False), ('state__in', ('running', 'held'))), fields=['deadline'], name='kjo_workflow_deadline_idx')],
+                'indexes': [models.Index(fields=['state', 'id'], name='kjo_workflow_state_idx'), kjo_django.models.PartialIndex(condition=models.Q(('deadline__isnull', False), ('state__in', ('running', 'held'))), led_by=('state',), fields=['deadline'], name='kjo_workflow_deadline_idx')],
                 'constraints': [kjo_django.models.UniqueWhereGiven(fields=('name', 'unique_id'), name='kjo_workflow_unique_id')],
             },
         ),
@@ -98,7 +98,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='job',
-            index=models.Index(condition=models.Q(('stage__isnull', False)), fields=['stage', 'id'], name='kjo_job_stage_idx'),
+            index=kjo_django.models.PartialIndex(condition=models.Q(('stage__isnull', False)), fields=['stage', 'id'], name='kjo_job_stage_idx'),
         ),
         migrations.AddIndex(
             model_name='workflowedge',

@@ -1,3 +1,4 @@
+import kjo_django.models
 from django.db import migrations, models
 
 
@@ -24,11 +25,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name="job",
-            index=models.Index(
+            index=kjo_django.models.PartialIndex(
                 condition=models.Q(
                     ("priority__isnull", False), ("state__in", ("pending", "failing"))
                 ),
-                fields=["queue", "-priority", "available_at", "id"],
+                led_by=('state',), fields=["queue", "-priority", "available_at", "id"],
                 name="kjo_job_priority_due_idx",
             ),
         ),

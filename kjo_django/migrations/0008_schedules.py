@@ -1,4 +1,5 @@
 import django.utils.timezone
+import kjo_django.models
 from django.db import migrations, models
 
 import kjo_django.ids
@@ -49,7 +50,7 @@ class Migration(migrations.Migration):
                 'db_table': 'kjo_schedule',
                 'ordering': ('name',),
                 'permissions': (('pause_schedule', 'Can pause and resume schedules'), ('run_schedule', 'Can run schedules now')),
-                'indexes': [models.Index(condition=models.Q(('is_enabled', True), ('is_paused', False), ('next_at__isnull', False)), fields=['next_at'], name='kjo_schedule_due_idx')],
+                'indexes': [kjo_django.models.PartialIndex(condition=models.Q(('is_enabled', True), ('is_paused', False), ('next_at__isnull', False)), fields=['next_at'], name='kjo_schedule_due_idx')],
             },
         ),
     ]

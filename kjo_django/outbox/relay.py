@@ -459,7 +459,9 @@ class Relay:
 def drop_broken(using: str) -> None:
     """Close a connection that does not work any more; Django opens another when it is used."""
     connection = connections[using]
-    if not connection.in_atomic_block and not connection.is_usable():
+    # Of a closed one Django's MySQL backend cannot tell.
+    is_idle = connection.connection is not None and not connection.in_atomic_block
+    if is_idle and not connection.is_usable():
         connection.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback as tracebacks
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -34,7 +34,7 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import OutgoingRecord, Published
-from kjo_django.workflows.countdown import count_ended
+from kjo_django.workflows.countdown import Announce, count_ended
 
 logger = logging.getLogger("kjo_django")
 
@@ -66,17 +66,19 @@ def fail(
         error = PublishError(answer.error) if isinstance(one, OutgoingRecord) else one
         reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
         failed: tuple[DeadLetter, str | None] | None = None
+        announcements: list[Callable[[], object]] = []
         try:
             with transaction.atomic(using=using):
-                failed = _fail(runtime, queue, job, record, error, reason)
+                failed = _fail(runtime, queue, job, record, error, reason, announcements.append)
         except DatabaseError:
             # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
             letters = DeadLetter.objects.using(using)
             if failed is None or not letters.filter(pk=failed[0].pk).exists():
                 raise
         if failed is not None:
-            announce = partial(_announce, job, record, error, *failed)
-            transaction.on_commit(announce, using=using, robust=True)
+            announcements.insert(0, partial(_announce, job, record, error, *failed))
+            for call in announcements:
+                transaction.on_commit(call, using=using, robust=True)
 
 
 def _fail(
@@ -86,11 +88,14 @@ def _fail(
     record: OutgoingRecord | None,
     error: Exception,
     reason: DeadLetterReason,
+    announce: Announce,
 ) -> tuple[DeadLetter, str | None] | None:
     """Write that a job has failed, and return its dead letter and its unique id; None: it has moved
     on.
 
     :param record: its message as it was to be published; None where it cannot be made.
+    :param announce: takes the calls that send the signals of what the end of a workflow's step
+        ends.
     """
     using, now = runtime.database, runtime.clock.now()
     rows = Job.objects.using(using).at(job.id, job.generation)
@@ -111,7 +116,7 @@ def _fail(
         result_expires_at=now + timedelta(milliseconds=row.result_ttl),
     )
     if row.stage_id is not None:
-        count_ended(runtime, [(row.stage_id, job.id, JobState.FAILED)])
+        count_ended(runtime, [(row.stage_id, job.id, JobState.FAILED)], announce=announce)
     error_type = import_path(type(error))
     described = {
         "error_type": storable_text(error_type, 255),

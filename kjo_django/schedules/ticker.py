@@ -203,9 +203,7 @@ class Ticker:
             self.stored_count += sum(answer.is_new for answer in of_row)
         # Each row is there: it is locked, and where a database locks no rows, all of it is. So this
         # only updates. As one UPDATE, with a CASE for each column, it took five times as long.
-        Schedule.objects.using(self._runtime.database).bulk_create(
-            rows, update_conflicts=True, unique_fields=["id"], update_fields=_CHANGED
-        )
+        self._runtime.store.insert_or_update(rows, "id", _CHANGED)
 
     def _record_problem(self, row: Schedule, problem: str) -> None:
         """Write down why a tick could not be stored, once; the tick stays due."""

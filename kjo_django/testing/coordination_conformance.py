@@ -68,7 +68,7 @@ class CoordinationConformance:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert failures == []
+        assert failures == [], failures
 
     # --- Leases -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Databases for the suites: a SQLite file and a PostgreSQL, both with real transactions."""
+"""Databases for the suites: SQLite, PostgreSQL and MariaDB, with real transactions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from django.db import connections
 
 from tests.conformance.databases import (
+    MARIADB,
     POSTGRES,
     SQLITE,
     added_database,
     empty_tables,
-    postgres_settings,
     sqlite_settings,
 )
+from tests.settings import database as settings_of
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +34,19 @@ def _postgres_database(
     django_db_setup: None, django_db_blocker: Any, postgres_server: Any
 ) -> Iterator[str]:
     url = postgres_server.createdb("kjo_conformance")
-    with django_db_blocker.unblock(), added_database(POSTGRES, postgres_settings(url)) as alias:
+    with django_db_blocker.unblock(), added_database(POSTGRES, settings_of(url)) as alias:
         yield alias
     postgres_server.dropdb("kjo_conformance")
+
+
+@pytest.fixture(scope="session")
+def _mariadb_database(
+    django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
+) -> Iterator[str]:
+    url = mariadb_server.createdb("kjo_conformance")
+    with django_db_blocker.unblock(), added_database(MARIADB, settings_of(url)) as alias:
+        yield alias
+    mariadb_server.dropdb("kjo_conformance")
 
 
 def _use(alias: str, blocker: Any) -> Iterator[str]:
@@ -55,3 +66,9 @@ def sqlite_alias(_sqlite_database: str, django_db_blocker: Any) -> Iterator[str]
 def postgres_alias(_postgres_database: str, django_db_blocker: Any) -> Iterator[str]:
     """An empty PostgreSQL database."""
     yield from _use(_postgres_database, django_db_blocker)
+
+
+@pytest.fixture
+def mariadb_alias(_mariadb_database: str, django_db_blocker: Any) -> Iterator[str]:
+    """An empty MariaDB database."""
+    yield from _use(_mariadb_database, django_db_blocker)

@@ -22,7 +22,10 @@ def main(database: str, role: str, topic: str, *arguments: str) -> None:
 
     import tests.settings
 
-    tests.settings.DATABASES = {"default": json.loads(database)}
+    settings = json.loads(database)
+    if "mysql" in settings["ENGINE"]:
+        tests.settings.use_pymysql()
+    tests.settings.DATABASES = {"default": settings}
     django.setup()
     {"publish": publish, "consume": consume, "hold": hold}[role](topic, *arguments)
 

@@ -15,19 +15,15 @@ from django.core.management import call_command
 from django.db import connections
 
 from kjo_django.models import Lease, Mark, TransportMessage, TransportSubscription
-from tests.settings import database as settings_of
 
 SQLITE = "kjo_sqlite_file"
 POSTGRES = "kjo_postgres"
+MARIADB = "kjo_mariadb"
 
 
 def sqlite_settings(path: Path) -> dict[str, Any]:
     """Django's defaults for a SQLite file: rollback journal, 5 s of patience."""
     return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}
-
-
-def postgres_settings(url: str) -> dict[str, Any]:
-    return settings_of(url)
 
 
 @contextmanager

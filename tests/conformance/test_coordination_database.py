@@ -1,4 +1,5 @@
-"""The database coordination passes the suite of every coordination, on SQLite and PostgreSQL."""
+"""The database coordination passes the suite of every coordination, on SQLite,
+PostgreSQL and MariaDB."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kjo_django.models import Lease, Mark
 from kjo_django.store.base import Store
 from kjo_django.store.sqlite import SqliteStore
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
-from tests.conformance.databases import POSTGRES, SQLITE
+from tests.conformance.databases import MARIADB, POSTGRES, SQLITE
 
 
 class DatabaseCoordinationConformance(CoordinationConformance):
@@ -118,6 +119,12 @@ class TestOldSqlite(DatabaseCoordinationConformance):
     @pytest.fixture
     def _without_returning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SqliteStore, "claim_leases", Store.claim_leases)
+
+
+@pytest.mark.mariadb
+@pytest.mark.usefixtures("mariadb_alias")
+class TestMariaDb(DatabaseCoordinationConformance):
+    alias = MARIADB
 
 
 @pytest.mark.postgres

@@ -22,13 +22,18 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.database import DatabaseTransport
-from tests.conformance.databases import added_database, postgres_settings
+from tests.conformance.databases import added_database
 from tests.services import PostgresServer
 from tests.services.fixtures import require
+from tests.settings import database as settings_of
 
 
 @pytest.fixture(
-    params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)],
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ],
 )
 def alias(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue(f"{request.param}_alias")
@@ -113,7 +118,6 @@ class TestRestarts:
     @pytest.fixture
     def server(self, django_db_setup: None, django_db_blocker: Any) -> Iterator[PostgresServer]:
         require(postgres=True)
-        settings_of = postgres_settings
         with (
             PostgresServer() as server,
             django_db_blocker.unblock(),

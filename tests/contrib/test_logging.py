@@ -288,7 +288,9 @@ def test_a_logger_that_takes_no_information_costs_no_start_and_no_completion(spe
     try:
         as_job(lambda: None).enqueue()
         speaking.run()
-        assert of_jobs(lines) == [] and not signals.job_completed.receivers
+        assert of_jobs(lines) == []
+        # Other tests may have left listeners of their own.
+        assert "kjo_log_jobs" not in [key for (key, _), *_ in signals.job_completed.receivers]
     finally:
         logging.getLogger("kjo_django.jobs").setLevel(logging.NOTSET)
 

@@ -1,4 +1,4 @@
-"""Real servers for tests, benchmarks and demos: Kafka, Redis and PostgreSQL.
+"""Real servers for tests, benchmarks and demos: Kafka, Redis, PostgreSQL and MariaDB.
 
     python -m tests.services run -- pytest          # all three around one command
     with KafkaServer() as kafka: kafka.restart()    # one, to be stopped and killed at will
@@ -13,6 +13,7 @@ from tests.services.errors import ServerFailed, ServiceError, Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaCluster, KafkaServer
 from tests.services.kafka_secured import SecuredKafkaServer
+from tests.services.mariadb import MariaDbServer
 from tests.services.pgbouncer import PgBouncerServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
@@ -22,6 +23,7 @@ __all__ = [
     "GivenServer",
     "KafkaCluster",
     "KafkaServer",
+    "MariaDbServer",
     "PgBouncerServer",
     "PostgresServer",
     "RedisServer",

@@ -36,6 +36,11 @@ def find_postgres() -> Path | None:
     return found.resolve() if found else None
 
 
+def find_mariadb() -> Path | None:
+    # Debian has it where only root looks.
+    return _on_path("mariadbd") or _existing("/usr/sbin/mariadbd")
+
+
 def find_pgbouncer() -> Path | None:
     # Debian has it where only root looks.
     return _on_path("pgbouncer") or _existing("/usr/sbin/pgbouncer")

@@ -1,4 +1,4 @@
-"""Databases within a PostgreSQL server, ours or a given one. Needs psycopg."""
+"""Databases within a PostgreSQL or MariaDB server, ours or a given one. Needs its driver."""
 
 from urllib.parse import urlsplit, urlunsplit
 
@@ -9,10 +9,20 @@ def create_database(server_url: str, name: str) -> str:
 
 
 def drop_database(server_url: str, name: str) -> None:
-    _execute(server_url, "DROP DATABASE IF EXISTS {} WITH (FORCE)", name)
+    is_mysql = server_url.startswith("mysql")
+    how = "" if is_mysql else " WITH (FORCE)"
+    _execute(server_url, f"DROP DATABASE IF EXISTS {{}}{how}", name)
 
 
 def _execute(server_url: str, statement: str, name: str) -> None:
+    parts = urlsplit(server_url)
+    if parts.scheme == "mysql":
+        import pymysql
+
+        where = {"host": parts.hostname, "port": parts.port, "password": parts.password or ""}
+        with pymysql.connect(**where, user=parts.username) as connection:
+            connection.cursor().execute(statement.format(name))
+        return
     import psycopg
     from psycopg import sql
 

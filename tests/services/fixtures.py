@@ -12,6 +12,7 @@ import pytest
 
 from tests.services.environment import (
     KAFKA_VARIABLE,
+    MARIADB_VARIABLE,
     POSTGRES_VARIABLE,
     REDIS_VARIABLE,
     given,
@@ -19,6 +20,7 @@ from tests.services.environment import (
 from tests.services.errors import Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaServer
+from tests.services.mariadb import MariaDbServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
 from tests.services.redis import RedisServer
@@ -31,6 +33,7 @@ def require(
     postgres: bool = False,
     browser: bool = False,
     pgbouncer: bool = False,
+    mariadb: bool = False,
 ) -> None:
     """Provision, or skip the test with the reason; with CI set, fail it.
 
@@ -43,6 +46,7 @@ def require(
             postgres=postgres,
             browser=browser,
             pgbouncer=pgbouncer,
+            mariadb=mariadb,
         )
     except Unprovisionable as error:
         if os.environ.get("CI", "").lower() in ("", "0", "false"):
@@ -77,4 +81,14 @@ def postgres_server() -> Iterator[PostgresServer | GivenServer]:
         return
     require(postgres=True)
     with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mariadb_server() -> Iterator[MariaDbServer | GivenServer]:
+    if url := given(MARIADB_VARIABLE):
+        yield GivenServer(url)
+        return
+    require(mariadb=True)
+    with MariaDbServer() as server:
         yield server

@@ -12,6 +12,7 @@ from tests.services.binaries import (
     find_chromedriver,
     find_chromium,
     find_java,
+    find_mariadb,
     find_maven,
     find_pgbouncer,
     find_postgres,
@@ -36,6 +37,7 @@ REDIS = Program("Redis 7 (`redis-server`)", find_redis, "redis-server", "REDIS_U
 POSTGRES = Program("PostgreSQL (`postgres`)", find_postgres, "postgresql", "DATABASE_URL")
 JAVA = Program("Java 17 (`java`)", find_java, "openjdk-17-jre-headless", "KAFKA_BOOTSTRAP_SERVERS")
 MAVEN = Program("Maven (`mvn`)", find_maven, "maven", "KAFKA_BOOTSTRAP_SERVERS")
+MARIADB = Program("MariaDB (`mariadbd`)", find_mariadb, "mariadb-server-core", "MARIADB_URL")
 PGBOUNCER = Program("PgBouncer (`pgbouncer`)", find_pgbouncer, "pgbouncer", "DATABASE_URL")
 
 CHROMIUM = Program("Chromium (`chromium`)", find_chromium, "chromium", "CHROMIUM")
@@ -51,6 +53,7 @@ def provision(
     postgres: bool = True,
     browser: bool = False,
     pgbouncer: bool = False,
+    mariadb: bool = False,
 ) -> None:
     """Install what is missing of the servers asked for; quick when nothing is.
 
@@ -63,6 +66,7 @@ def provision(
         (CHROMIUM, browser),
         (DRIVER, browser),
         (PGBOUNCER, pgbouncer),
+        (MARIADB, mariadb),
         (JAVA, kafka),
         (MAVEN, kafka and not is_kafka_installed()),
     )

@@ -263,6 +263,27 @@ def test_a_test_runs_own_database_in_memory_is_no_warning(settings, database):
     assert check_settings() == []
 
 
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({}, None),
+        ({"isolation_level": "READ COMMITTED", "charset": "utf8mb4"}, None),
+        ({"isolation_level": "repeatable read"}, "isolation_level"),
+        ({"isolation_level": None}, "isolation_level"),
+        ({"charset": "latin1"}, "charset"),
+    ],
+)
+def test_options_of_mariadb_that_jobs_cannot_use_are_an_error(settings, database, options, wrong):
+    # Given nothing, or what Django uses anyway, or something else
+    database.update(ENGINE="django.db.backends.mysql", NAME="shop", OPTIONS=options)
+    # When the settings are checked
+    problems = found(settings, {})
+    # Then only something else is wrong, and on another database it would not be
+    assert [(id, wrong in message) for id, message, _ in problems] == [("E019", True)] * bool(wrong)
+    database["ENGINE"] = "django.db.backends.postgresql"
+    assert found(settings, {}) == []
+
+
 class HalfATransport(Transport):
     capabilities = DatabaseTransport.capabilities
 

@@ -57,6 +57,16 @@ def test_where_indexes_have_no_conditions_it_is_the_usual_constraint(monkeypatch
     assert "models.W036" not in {problem.id for problem in Job.check(databases=["default"])}
 
 
+def test_where_indexes_have_no_conditions_they_begin_with_the_columns_of_theirs(monkeypatch):
+    """``PartialIndex``: the rows meant are found without the others."""
+    monkeypatch.setattr(connection.features, "supports_partial_indexes", False)
+    indexes = {index.name: index for index in Job._meta.indexes}
+    editor = connection.schema_editor(collect_sql=True)
+    text = str(indexes["kjo_job_due_idx"].create_sql(Job, editor))
+    assert text.replace('"', "").endswith("ON kjo_job (state, available_at, id)")
+    assert "models.W037" not in {problem.id for problem in Job.check(databases=["default"])}
+
+
 def test_migrations_tell_it_from_the_usual_constraint():
     options = {"fields": CONSTRAINT.fields, "name": CONSTRAINT.name}
     ours, usual = UniqueWhereGiven(**options), UniqueConstraint(**options)

@@ -8,17 +8,17 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
-from kjo_django.models import EventKey, Job, Lease, ProcessedEvent
+from kjo_django.models import DeadLetter, EventKey, Job, Lease, ProcessedEvent
 from kjo_django.store import store_for
 from kjo_django.store.base import Store
 from kjo_django.store.rows import Completion, JobRow, Place, Publication
-from tests.factories import JobFactory
+from tests.factories import DeadLetterFactory, JobFactory
 
 MINUTE = timedelta(minutes=1)
 
 
 @pytest.fixture(params=["reference", "own"])
-def store(request: pytest.FixtureRequest, real_database: str) -> Store:
+def store(request: pytest.FixtureRequest, any_database: str) -> Store:
     return Store("default") if request.param == "reference" else store_for("default")
 
 
@@ -93,6 +93,32 @@ def test_new_jobs_are_stored_unless_their_unique_id_is_taken(store, count):
         {"a": "b"},
         jobs[0].payload,
     )
+
+
+def test_text_is_the_same_only_where_each_character_is(store):
+    alike = ["a", "A", "a ", "\u00e4", "a\u0308"]
+    assert store.insert_jobs([JobFactory.build(unique_id=text) for text in alike]) == 5
+    assert set(store.claim_leases(sorted(alike), "me", MINUTE).values()) == {(True, 1)}
+    assert Job.objects.get(unique_id="A").unique_id == "A"
+
+
+@pytest.mark.mariadb
+def test_no_column_of_a_table_compares_text_otherwise(mariadb):
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT table_name, column_name, collation_name FROM information_schema.columns"
+            " WHERE table_schema = DATABASE() AND table_name LIKE 'kjo%'"
+            " AND collation_name NOT IN ('utf8mb4_nopad_bin', 'utf8mb4_bin')"
+        )
+        assert cursor.fetchall() == ()
+
+
+@pytest.mark.mariadb
+def test_people_find_text_in_any_case(mariadb):
+    store_for("default")
+    letter, _ = DeadLetterFactory(error="Connection refused"), DeadLetterFactory()
+    assert list(DeadLetter.objects.filter(error__icontains="REFUSED")) == [letter]
+    assert list(DeadLetter.objects.filter(error="connection refused")) == []
 
 
 def test_what_is_due_comes_in_order_without_what_is_left_out(store):

@@ -2,9 +2,7 @@
 
 On PostgreSQL wake-up calls reach other processes (NOTIFY); elsewhere only this one, and the others
 find out by polling. LISTEN needs a session of its own: a pooler in transaction mode swallows it,
-which costs the wake-ups and nothing else, unless there is a way around it. Where the database
-compares text without regard to case, as MySQL and MariaDB do by default, names that differ only in
-case exclude each other.
+which costs the wake-ups and nothing else, unless there is a way around it.
 
 ``OPTIONS``:
 
@@ -23,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +36,7 @@ from kjo_django.probing import answer_within
 from kjo_django.store import store_for
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 OUTAGES = (OperationalError, InterfaceError)
 
@@ -46,7 +45,6 @@ _BATCH = 900
 """Names in one statement, within what SQLite binds."""
 _ASKS = 200
 """Asks for permits or slots in one transaction."""
-_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
 _TRIES = 10
@@ -160,9 +158,9 @@ class DatabaseCoordination(Coordination):
         A rate is a lease of nobody that expires when its next permit is free. Its commit waits for
         the disk: a permit that is forgotten would be given twice.
         """
-        answers: list[float] = []
 
-        def reserve_of(batch: Sequence[Sequence[Pace]]) -> None:
+        def reserve_of(batch: Sequence[Sequence[Pace]]) -> list[float]:
+            answers: list[float] = []
             names = sorted({_stored(pace.name) for ask in batch for pace in ask})
             with self._store.transaction(durable=True):
                 free = self._lock(names)
@@ -187,9 +185,9 @@ class DatabaseCoordination(Coordination):
                         interval = timedelta(seconds=pace.interval)
                         free[name] = changed[name] = max(free[name], moment) + interval
                 self._set(changed, "")
+            return answers
 
-        self._each(asks, reserve_of)
-        return answers
+        return self._each(asks, reserve_of)
 
     def claim_slots(
         self,
@@ -200,9 +198,8 @@ class DatabaseCoordination(Coordination):
     ) -> list[str]:
         """Take all in one short transaction of its own. The lease of the name itself, which nobody
         holds, is locked meanwhile."""
-        answers: list[str] = []
 
-        def claim_of(batch: Sequence[tuple[str, int]]) -> None:
+        def claim_of(batch: Sequence[tuple[str, int]]) -> list[str]:
             slots = dict(batch)
             with self._store.transaction(durable=True):
                 self._lock(sorted(map(_stored, slots)))
@@ -218,20 +215,44 @@ class DatabaseCoordination(Coordination):
                     free[name] = [each for each in every if _stored(each) not in taken]
                 found = [free[name].pop(0) if free[name] else "" for name, _ in batch]
                 self._set({_stored(slot): now + ttl for slot in found if slot}, token)
-            answers.extend(found)
+            return found
 
-        self._each(asks, claim_of)
+        answers = self._each(asks, claim_of)
         if self.clock.monotonic() >= self._prune_at:
             self._prune_outside_transactions()
         return answers
 
-    def _each(self, asks: Sequence[T], change: Callable[[Sequence[T]], None]) -> None:
-        """Call ``change`` with as many asks at a time as its statements can name."""
+    def _each(self, asks: Sequence[T], change: Callable[[Sequence[T]], list[U]]) -> list[U]:
+        """Call ``change`` with as many asks at a time as its statements can name; return all its
+        answers."""
+        answers: list[U] = []
         try:
             for start in range(0, len(asks), _ASKS):
-                change(asks[start : start + _ASKS])
+                action = partial(change, asks[start : start + _ASKS])
+                try:
+                    answers += action()
+                except OperationalError as error:
+                    answers += self._again(action, error)
         except OUTAGES as error:
             raise self._lost(error) from error
+        return answers
+
+    def _again(self, action: Callable[[], U], error: OperationalError) -> U:
+        """Return what ``action`` returns, which is called again where ``error`` is a deadlock that
+        the database has ended.
+
+        InnoDB also locks the gaps between names, in which others insert, and so finds deadlocks
+        where no two transactions want the same name.
+        """
+        for _ in range(_TRIES):
+            if connections[self.database].in_atomic_block or "deadlock" not in str(error).lower():
+                break
+            time.sleep(random.uniform(0, 0.02))  # noqa: S311
+            try:
+                return action()
+            except OperationalError as another:
+                error = another
+        raise error
 
     def _lock(self, names: Sequence[str]) -> dict[str, datetime]:
         """Return when each of these leases expires, locked until the transaction ends; a name that
@@ -242,24 +263,18 @@ class DatabaseCoordination(Coordination):
         found: dict[str, datetime] = {}
         while missing := [name for name in names if name not in found]:
             # A row that is pruned between the two statements is inserted again.
-            new = [Lease(name=name, expires_at=_LONG_AGO) for name in missing]
-            self._leases.bulk_create(new, ignore_conflicts=True)
-            rows = self._leases.filter(name__in=missing).order_by("name").select_for_update()
-            found.update(rows.values_list("name", "expires_at"))
+            rows = self._store.lock_leases(missing)
+            found.update((name, row.expires_at) for name, row in rows.items())
         return found
 
     def _set(self, expiries: Mapping[str, datetime], token: str) -> None:
         """Write leases of this token, whatever was there."""
-        has_target = connections[self.database].features.supports_update_conflicts_with_target
-        self._leases.bulk_create(
-            [
-                Lease(name=name, token=token, expires_at=expires_at, deliveries=1)
-                for name, expires_at in sorted(expiries.items())
-            ],
-            update_conflicts=True,
-            unique_fields=["name"] if has_target else None,
-            update_fields=["token", "expires_at", "deliveries"],
-        )
+        leases = [
+            Lease(name=name, token=token, expires_at=expires_at, deliveries=1)
+            for name, expires_at in sorted(expiries.items())
+        ]
+        if leases:
+            self._store.insert_or_update(leases, "name", ["token", "expires_at", "deliveries"])
 
     @property
     def _leases(self) -> QuerySet[Lease]:
@@ -268,10 +283,7 @@ class DatabaseCoordination(Coordination):
     def _run(
         self, names: Collection[str], statement: Callable[[Sequence[str]], dict[str, T] | None]
     ) -> dict[str, T]:
-        """Run a statement for each batch of names, again where the database ended a deadlock.
-
-        InnoDB also locks the gaps between names, in which others insert, and so finds deadlocks
-        where no two transactions want the same name.
+        """Run a statement for each batch of names, again where the database has ended a deadlock.
 
         :param statement: takes names in order, as their column holds them.
         :returns: what the statement found, by name as it was given.
@@ -279,22 +291,18 @@ class DatabaseCoordination(Coordination):
         given = {n if len(n) <= _LONGEST_NAME else _stored(n): n for n in names}
         waiting = sorted(given)
         found: dict[str, T] = {}
-        tries = _TRIES
         try:
             while waiting:
+                action = partial(statement, waiting[:_BATCH])
                 try:
-                    found |= statement(waiting[:_BATCH]) or {}
-                    del waiting[:_BATCH]
+                    answer = action()
                 except OperationalError as error:
-                    tries -= 1
-                    is_over = not tries or connections[self.database].in_atomic_block
-                    if is_over or "deadlock" not in str(error).lower():
-                        raise
-                    time.sleep(random.uniform(0, 0.02))  # noqa: S311
+                    answer = self._again(action, error)
+                found |= answer or {}
+                del waiting[:_BATCH]
         except OUTAGES as error:
             raise self._lost(error) from error
-        # MySQL also finds a name that differs in case.
-        return {given[name]: value for name, value in found.items() if name in given}
+        return {given[name]: value for name, value in found.items()}
 
     def _lost(self, error: Exception) -> CoordinationError:
         """Close the connection if it is broken; return what to raise for an outage."""
@@ -312,16 +320,11 @@ class DatabaseCoordination(Coordination):
         """Insert or replace, in one statement where the database takes them all."""
         expires_at = self.clock.now() + ttl
         values = {_stored(name): value for name, value in marks.items()}
-        has_target = connections[self.database].features.supports_update_conflicts_with_target
 
         def store(batch: Sequence[str]) -> None:
             # In one order, so that two writers of the same marks cannot deadlock.
-            Mark.objects.using(self.database).bulk_create(
-                [Mark(name=name, value=values[name], expires_at=expires_at) for name in batch],
-                update_conflicts=True,
-                unique_fields=["name"] if has_target else None,
-                update_fields=["value", "expires_at"],
-            )
+            rows = [Mark(name=name, value=values[name], expires_at=expires_at) for name in batch]
+            self._store.insert_or_update(rows, "name", ["value", "expires_at"])
 
         self._run(marks, store)
         if self.clock.monotonic() >= self._prune_at:

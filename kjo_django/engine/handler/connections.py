@@ -177,7 +177,9 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
 def drop_broken_connections() -> None:
     """Close what no longer answers; the next query connects anew."""
     for connection in connections.all(initialized_only=True):
-        if not connection.in_atomic_block and not connection.is_usable():
+        # Of a closed one Django's MySQL backend cannot tell.
+        is_idle = connection.connection is not None and not connection.in_atomic_block
+        if is_idle and not connection.is_usable():
             connection.close()
 
 
@@ -218,8 +220,12 @@ def is_busy(error: BaseException) -> bool:
     """Return whether a statement failed because of other sessions: a lock that was not granted in
     time, a deadlock, a serialization failure. Another try may succeed."""
     cause = error.__cause__
+    if error.args and error.args[0] in _BUSY_NUMBERS:
+        return True
     return getattr(cause, "sqlstate", None) in _BUSY_STATES or "is locked" in str(error)
 
 
 _BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
 """Serialization failure, deadlock, lock not available, statement ended by its time limit."""
+_BUSY_NUMBERS = frozenset({1205, 1213})
+"""Of MariaDB and MySQL: lock not available, deadlock."""

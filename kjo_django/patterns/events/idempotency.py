@@ -55,7 +55,7 @@ class EventIdempotencyService:
     """
 
     def __init__(self, service_name: str | None = None) -> None:
-        self.service_name = service_name or get_settings().service_name
+        self.service_name: str = service_name or get_settings().service_name
         if len(self.service_name) > MAX_NAME_LENGTH:
             raise ValueError(f"service_name must have at most {MAX_NAME_LENGTH} characters")
 

@@ -48,7 +48,7 @@ from kjo_django.patterns.items.options import (
 )
 from kjo_django.patterns.items.producer import CONTENT_HASH
 from kjo_django.registry import Handler, HandlerOptions, Route
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import ItemState
 from kjo_django.transports.base import Record
 from kjo_django.values import flag, mapping, option, optional_duration, optional_text, text, whole
@@ -446,6 +446,9 @@ class ItemHandler(Handler):
             logger.debug("New item to process: %s", key)
             result = _call(consumer.process, message)
             with self._transaction(is_open=False):
+                if consumer.get_database() == jobs_database():
+                    # Reading first, it would be refused its first write on a busy SQLite.
+                    current_runtime().store.take_write_lock()
                 # A worker that was frozen past its lease comes late: the item is somebody else's.
                 if not _call(consumer.is_item_completed, item_id):
                     self._complete(item_id, result)

@@ -133,7 +133,9 @@ class AbstractProducer(abc.ABC):
         name = type(self).__name__
         given = flatten({**self.config, **(config or {})}, name)
         declared = class_attributes(type(self), ProducerOptions)
-        self.options = read_class_options(ProducerOptions, {**declared, **given}, name)
+        self.options: ProducerOptions = read_class_options(
+            ProducerOptions, {**declared, **given}, name
+        )
         _check_key_format(self.options.key_format, name)
         _ = self.target  # what is missing is said now
         self._is_connected = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -190,6 +192,32 @@ def test_a_success_hook_that_raises_leaves_the_item_completed(quick, atomic, cap
     assert len(made.calls) == 1
     assert "clumsy" in caplog.text
     assert not Job.objects.exists()
+
+
+def test_the_transaction_that_completes_an_item_waits_for_other_writers_before_it_reads(
+    quick, sqlite_file
+):
+    """SQLite refuses a transaction its first write at once if another has begun to write since it
+    read. The item was processed again."""
+    others = []
+
+    def is_item_completed(self, item_id):
+        if made.calls:  # asked again, in the transaction that completes the item
+            with closing(sqlite3.connect(sqlite_file, timeout=0)) as other:
+                try:
+                    other.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError as error:
+                    others.append(str(error))
+        return False
+
+    # Given
+    made = consumer(is_item_completed=is_item_completed, atomic=False)
+    send(Item.objects.create())
+    # When
+    work()
+    # Then
+    assert others == ["database is locked"]
+    assert Item.objects.get().state == 2
 
 
 @pytest.mark.parametrize("id", [rb'"\ud800"', rb'"a\u0000b"', b'"' + b"x" * 201 + b'"', b'""'])
