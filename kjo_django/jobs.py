@@ -11,11 +11,12 @@ from kjo_django import registry
 from kjo_django.operations import bulk
 from kjo_django.operations.internal import InternalHandler
 from kjo_django.patterns.kdlq import letters  # noqa: F401 - registers its format of dead letters
+from kjo_django.personal_data import erasure
 
 LONGEST_RUN = timedelta(days=7)
 
 
-for _name in (bulk.REPLAY, bulk.DISCARD, bulk.CHANGE):
+for _name in (bulk.REPLAY, bulk.DISCARD, bulk.CHANGE, erasure.ERASE):
     _options = registry.HandlerOptions(
         name=_name,
         atomic=False,
@@ -24,5 +25,6 @@ for _name in (bulk.REPLAY, bulk.DISCARD, bulk.CHANGE):
         result_ttl=LONGEST_RUN,
         max_attempts=20,
     )
-    _handler = InternalHandler(bulk.carry_out, _options, bulk.permission_of)
+    _module = erasure if _name == erasure.ERASE else bulk
+    _handler = InternalHandler(_module.carry_out, _options, _module.permission_of)
     registry.register(_handler, is_own=True)

@@ -1,4 +1,5 @@
-"""The system: health checks, figures over time from aggregates, and processed events."""
+"""The system: health checks, figures over time from aggregates, processed events, and the erasure
+of personal data."""
 
 from __future__ import annotations
 
@@ -6,18 +7,35 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from django.http import Http404
+from django.urls import reverse
 from django.utils import timezone
+from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
+from rest_framework.exceptions import ValidationError
 from rest_framework.response import Response
 
-from kjo_django.api.endpoints import KjoView, endpoint
-from kjo_django.api.fields import JSONValue, QueryNumber, RequestShape, columns, shape
+from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of
+from kjo_django.api.fields import (
+    Flag,
+    JSONValue,
+    NamedChoice,
+    QueryNumber,
+    RequestShape,
+    Text,
+    columns,
+    shape,
+)
+from kjo_django.api.problems import Conflict
 from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
 from kjo_django.operations.monitoring.metrics import Summary
+from kjo_django.personal_data.erasure import MAX_REFERENCE, Mode, described, start_erasure
+from kjo_django.personal_data.person import MAX_LENGTH, MOST, Person
 from kjo_django.runtime import jobs_database
+from kjo_django.states import JobStatus
 
 SYSTEM, METRICS = "system", "metrics"
 TIMEOUT = 5.0
@@ -271,3 +289,99 @@ def summaries(found: Mapping[str, Summary]) -> Response:
         for name, figures in sorted(found.items())
     ]
     return Response(MetricSummaries({"results": results}).data)
+
+
+# --- Personal data --------------------------------------------------------------------------------
+
+ERASE = "erase_personal_data"
+
+
+def _texts(about: str) -> serializers.Field:
+    text = Text(max_length=MAX_LENGTH)
+    return serializers.ListField(child=text, max_length=MOST, default=list, help_text=about)
+
+
+ErasureRequest = shape(
+    "ErasureRequest",
+    "Who is meant, by at least one key, id or field, and what becomes of the rows.",
+    RequestShape,
+    keys=_texts("Of jobs, dead letters and messages."),
+    ids=_texts("Unique ids, and ids of jobs and messages."),
+    fields=_texts("Values in payloads, such as `customer.email=ada@example.org`."),
+    mode=NamedChoice("ErasureMode", list(Mode), default=Mode.DELETE.value),
+    cancel=Flag(default=False, help_text="Also cancel open jobs and workflows."),
+    dry_run=Flag(default=False, help_text="Only count."),
+    reference=Text(
+        default="", allow_blank=True, max_length=MAX_REFERENCE, help_text="For the log."
+    ),
+)
+ErasureReport = shape(
+    "ErasureReport",
+    "What was found.",
+    dry_run=serializers.BooleanField(),
+    mode=NamedChoice("ErasureMode", list(Mode)),
+    erased=serializers.DictField(child=serializers.IntegerField(), help_text="Rows by kind."),
+    kept=serializers.DictField(child=serializers.IntegerField(), help_text="Rows by reason."),
+    unreadable=serializers.DictField(
+        child=serializers.IntegerField(), help_text="Rows whose contents nobody could read."
+    ),
+    complete=serializers.BooleanField(help_text="Whether no row of the person's is kept."),
+    left=serializers.ListField(child=serializers.CharField(), help_text="What is left elsewhere."),
+)
+Erasure = shape(
+    "Erasure",
+    "A request to erase what is kept of a person. It does not say who that is.",
+    id=serializers.UUIDField(help_text="Of the job that does it."),
+    state=NamedChoice("JobStatus", JobStatus.values),
+    asked_at=serializers.DateTimeField(),
+    actor=serializers.CharField(),
+    found_by=serializers.CharField(),
+    mode=NamedChoice("ErasureMode", list(Mode)),
+    cancel=serializers.BooleanField(),
+    dry_run=serializers.BooleanField(),
+    reference=serializers.CharField(allow_blank=True),
+    report=ErasureReport(allow_null=True, help_text="null: not yet, or no longer."),
+)
+ERASURE_EXAMPLE = OpenApiExample(
+    "Count first",
+    value={"fields": ["customer.email=ada@example.org"], "dry_run": True, "reference": "R-17"},
+    request_only=True,
+)
+
+
+@endpoint(
+    "personal_data_erase",
+    SYSTEM,
+    [ERASE],
+    {202: (Erasure, "A job does it; `Location` is the address of its report.")},
+    method="POST",
+    body=ErasureRequest,
+    problems=[409],
+    examples=[ERASURE_EXAMPLE],
+)
+def erase_personal_data(view: KjoView) -> Response:
+    """Delete or redact what the tables hold of a person, or count it."""
+    given = view.body(ErasureRequest)
+    try:
+        person = Person.parse({name: given.pop(name) for name in ("keys", "ids", "fields")})
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
+    try:
+        row = start_erasure(person, actor=view.actor, **given)
+    except ValueError as error:
+        raise Conflict(str(error)) from None
+    view.audit(f"Asked to erase personal data, found by {person}.", is_new=True)([row])
+    match = view.request.resolver_match
+    namespace = match.namespace if match else "kjo_django_api"
+    headers = {"Location": reverse(f"{namespace}:erasure", args=(row.pk,))}
+    (facts,) = described([row.pk])
+    return Response(Erasure(facts).data, status=status.HTTP_202_ACCEPTED, headers=headers)
+
+
+@endpoint("personal_data_read", SYSTEM, [ERASE], {200: Erasure}, path=[ID], problems=[404])
+def read_erasure(view: KjoView, id: str) -> Response:
+    """Tell of one request to erase, and what was found."""
+    found = described([id_of(id)])
+    if not found:
+        raise Http404
+    return Response(Erasure(found[0]).data)

@@ -64,5 +64,7 @@ urlpatterns = [
     path("metrics/", address(system.read_metrics), name="metrics"),
     path("metrics/queues/", address(system.metrics_by_queue), name="metrics-queues"),
     path("metrics/handlers/", address(system.metrics_by_handler), name="metrics-handlers"),
+    path("personal-data/", address(system.erase_personal_data), name="erasures"),
+    path("personal-data/<str:id>/", address(system.read_erasure), name="erasure"),
     path("health/", address(system.read_health), name="health"),
 ]

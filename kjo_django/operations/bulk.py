@@ -92,7 +92,7 @@ def start_bulk(
     ).asked_by(actor)
     handler = registry.find(handler_of(action))
     assert handler is not None, "kjo_django is in INSTALLED_APPS"
-    definition: JobDefinition[..., Any] = JobDefinition(handler).using(queue=_operations_queue())
+    definition: JobDefinition[..., Any] = JobDefinition(handler).using(queue=operations_queue())
     stored = definition.enqueue(**dataclasses.asdict(request))
     return Job.objects.using(jobs_database()).get(pk=stored.job_id)
 
@@ -257,7 +257,11 @@ def _moment(text: str) -> datetime:
 # --- Details --------------------------------------------------------------------------------------
 
 
-def _operations_queue() -> str:
+def operations_queue() -> str:
+    """Return the queue of internal jobs.
+
+    :raises ValueError: no worker would run them.
+    """
     wanted = get_settings().operations_queue
     if wanted in registry.queue_names():
         return wanted

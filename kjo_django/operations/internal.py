@@ -107,7 +107,7 @@ def may_run_again(job: Job, actor: str) -> bool:
     handler = registry.find(job.handler)
     if not isinstance(actor, UserActor) or not isinstance(handler, InternalHandler):
         return True
-    request = _request_of(job)
+    request = request_of(job)
     permission = request and handler.permission_of(request)
     return bool(permission) and bool(actor.user.has_perm(permission))
 
@@ -117,14 +117,15 @@ def reassign(job: Job, actor: str) -> bool:
 
     The caller stores the payload. That of any other job, or for an empty actor, stays.
     """
-    request = _request_of(job) if actor and is_internal(job.handler) else None
+    request = request_of(job) if actor and is_internal(job.handler) else None
     if request is None:
         return False
     job.payload = JSON.dumps(dataclasses.asdict(request.asked_by(actor)))
     return True
 
 
-def _request_of(job: Job) -> Request | None:
+def request_of(job: Job) -> Request | None:
+    """Return the request of an internal job, or None if its payload is none."""
     try:
         return Request(**JSON.loads(bytes(job.payload)))
     except (MessageError, TypeError, ValueError):

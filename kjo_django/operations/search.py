@@ -455,8 +455,8 @@ def _has_values(job: Job, arguments: Sequence[tuple[str, str]]) -> bool:
     return all(
         not any(is_redacted(part, also=hidden) for part in path.split("."))
         and any(
-            _text(each) == wanted
-            for each in _at(value, path.split("."))
+            text_of_value(each) == wanted
+            for each in values_at(value, path.split("."))
             if not isinstance(each, dict | list) and not is_marked(each)
         )
         for path, wanted in arguments
@@ -488,7 +488,7 @@ def running() -> list[UUID]:
     return ids
 
 
-def _at(value: Any, path: Sequence[str]) -> list[Any]:
+def values_at(value: Any, path: Sequence[str]) -> list[Any]:
     """Return the values at a path; a list is entered item by item."""
     found = [value]
     for part in path:
@@ -506,7 +506,8 @@ def _step(value: Any, part: str) -> list[Any]:
     return []
 
 
-def _text(value: Any) -> str:
+def text_of_value(value: Any) -> str:
+    """Return a value as it is written in a search."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)

@@ -23,6 +23,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kjo_django.models import Schedule, Workflow
+from kjo_django.personal_data.erasure import start_erasure
+from kjo_django.personal_data.person import Person
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,
@@ -71,6 +73,7 @@ def rows(db: None, greet: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, lis
         "jobs": [row.pk for row in jobs],
         "wait": [row.pk for row in jobs[1:]],
         "dead-letters": [row.pk for row in letters],
+        "personal-data": [start_erasure(Person.of(keys=["customer-7"]), actor="ops").pk],
         "schedules": [Schedule.objects.create(name="nightly", job="tests.greet", every=60).pk],
         "workflows": [Workflow.objects.create(name="import").pk],
         "workers": [WorkerFactory().pk, WorkerFactory(stale=True).pk],

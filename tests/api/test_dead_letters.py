@@ -411,6 +411,6 @@ def test_where_no_worker_would_do_it_that_is_told(
         raise ValueError("No worker would run it")
 
     monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 0)
-    monkeypatch.setattr(bulk, "_operations_queue", nobody)
+    monkeypatch.setattr(bulk, "operations_queue", nobody)
     DeadLetterFactory()
     problem_of(operator.post(f"{URL}replay/", {"queue": "default"}), 409)

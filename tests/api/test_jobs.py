@@ -19,6 +19,7 @@ from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.engine.handler.running import dump_progress
 from kjo_django.enqueue.job_status import progress_name
+from kjo_django.enqueue.waiting import Awaited
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
@@ -328,13 +329,13 @@ def test_a_wait_holds_no_transaction(
     # Given a project whose requests are transactions
     monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
     looked: list[bool] = []
-    usual = operations_waiting_look()
+    usual = Awaited.look
 
     def look(awaited: Any) -> Any:
         looked.append(connections["default"].in_atomic_block)
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.enqueue.waiting._look", look)
+    monkeypatch.setattr(Awaited, "look", look)
     # When
     login("view_job").get(url(JobFactory(), "wait"), {"timeout": 0.05})
     # Then
@@ -349,13 +350,13 @@ def test_those_who_wait_have_no_database_session(
     """Each long poll held one: a few dozen took all that a server gives."""
     # Given
     looked: set[int] = set()
-    usual = operations_waiting_look()
+    usual = Awaited.look
 
     def look(awaited: Any) -> Any:
         looked.add(threading.get_ident())
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.enqueue.waiting._look", look)
+    monkeypatch.setattr(Awaited, "look", look)
     job, count = JobFactory(), 6
     clients = [login("view_job") for _ in range(count)]
     answers: list[int] = []
@@ -393,12 +394,6 @@ def sessions() -> int:
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
         return int(cursor.fetchone()[0])
-
-
-def operations_waiting_look() -> Any:
-    from kjo_django.enqueue import waiting
-
-    return waiting._look
 
 
 @pytest.mark.django_db

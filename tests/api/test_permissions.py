@@ -14,6 +14,8 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from kjo_django.models import LimitControl, QueueControl, Schedule
+from kjo_django.personal_data.erasure import start_erasure
+from kjo_django.personal_data.person import Person
 from tests.api.conftest import Login, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory, WorkerFactory
 from tests.ledger.workflows import ended, imported
@@ -220,6 +222,15 @@ ENDPOINTS = [
         {"seconds": 60},
         audited="Deadline changed: seconds: 60.0.",
     ),
+    Endpoint(
+        "POST",
+        "personal-data/",
+        ("erase_personal_data",),
+        {"keys": ["customer-7"]},
+        202,
+        "Asked to erase personal data, found by keys (1).",
+    ),
+    Endpoint("GET", "personal-data/{erasure}/", ("erase_personal_data",)),
     Endpoint("GET", "processed-events/?event_id=e-1", ("view_processedevent",)),
     Endpoint("GET", "metrics/", ("view_job",)),
     Endpoint("GET", "metrics/queues/", ("view_job",)),
@@ -250,6 +261,7 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "later": JobFactory(available_at=timezone.now() + timedelta(hours=1)).pk,
         "done": JobFactory(completed=True).pk,
         "letter": DeadLetterFactory(of_job=True).pk,
+        "erasure": start_erasure(Person.of(keys=["customer-7"]), actor="ops").pk,
         "worker": WorkerFactory().pk,
         "quiet": WorkerFactory(wish="quiet").pk,
         "torn": ended(loads=1, fails=True).pk,

@@ -45,6 +45,8 @@ OPERATIONS = {
     "kjo_metrics_handlers",
     "kjo_metrics_queues",
     "kjo_metrics_read",
+    "kjo_personal_data_erase",
+    "kjo_personal_data_read",
     "kjo_processed_events_lookup",
     "kjo_queues_limit",
     "kjo_queues_list",

@@ -15,6 +15,7 @@ from kjo_django.admin.dashboard import (
     jobs,
     limits,
     overview,
+    personal_data,
     queues,
     schedules,
     system,
@@ -35,6 +36,7 @@ SCREENS: tuple[Screen, ...] = (
     *limits.SCREENS,
     *dead_letters.SCREENS,
     *system.SCREENS,
+    *personal_data.SCREENS,
 )
 
 

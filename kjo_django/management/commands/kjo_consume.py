@@ -54,7 +54,7 @@ class Command(ParsedCommand):
         add("--status-interval", type=_interval, help=REPORTS)
         add("--reload", action="store_true", help="Restart when code changes (development).")
         add("--heartbeat-file", help="Touched while alive, for liveness probes.")
-        add("--json", action="store_true", help="Status reports as JSON lines.")
+        add("--json", action="store_true", help="The start and status reports as JSON lines.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the worker, with a reloader or a supervisor where that is asked for."""
