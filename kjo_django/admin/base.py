@@ -67,7 +67,10 @@ class KjoAdmin(BaseModelAdmin):
     list_per_page = 50
     list_max_show_all = 200
     ordering = ("-pk",)
+    change_list_template = "admin/kjo_django/change_list.html"
     change_form_template = "admin/kjo_django/change_form.html"
+    screens: tuple[str, str] = ("", "")
+    """Screens of the dashboard that show the rows, and one of them; empty: none does."""
     subject: Subject | None = None
     """The subject whose actions are offered, in the list and as buttons of an object's page."""
     changeable: Sequence[str] = ()
@@ -122,6 +125,28 @@ class KjoAdmin(BaseModelAdmin):
         """Return all fields that this user sees, without those that can be edited."""
         shown = flatten_fieldsets(self.get_fieldsets(request, obj))
         return [name for name in shown if name not in self.changeable]
+
+    # --- Beside the dashboard ---------------------------------------------------------------------
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Show the list in the index to users who may not see the dashboard, which leads to it."""
+        may_see = super().has_module_permission(request)
+        return may_see and not self.may(request, "view_dashboard")
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the list, with a link to the dashboard."""
+        context = {"kjo_dashboard_url": self._dashboard_url(request), **(extra_context or {})}
+        return super().changelist_view(request, context)
+
+    def _dashboard_url(self, request: HttpRequest, obj: Any = None) -> str:
+        rows, row = self.screens
+        if not rows or not self.may(request, "view_dashboard"):
+            return ""
+        name, arguments = (row, (obj.pk,)) if row and obj is not None else (rows, ())
+        place = f"admin:kjo_django_dashboard_{name}"
+        return reverse(place, args=arguments, current_app=self.admin_site.name)
 
     # --- Permissions ------------------------------------------------------------------------------
 
@@ -300,6 +325,7 @@ class KjoAdmin(BaseModelAdmin):
         """Pass the buttons that this user may press to the template."""
         obj = kwargs.get("obj")
         context["kjo_buttons"] = self._buttons(request, obj)
+        context["kjo_dashboard_url"] = self._dashboard_url(request, obj)
         # From here on they are only shown; plain columns are what others wrote, too.
         if not self.may(request, "view_payload"):
             inlines = context["inline_admin_formsets"]

@@ -35,6 +35,7 @@ RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 class DeadLetterAdmin(KjoAdmin):
     """Read-only, except for replay and discard."""
 
+    screens = ("dead_letters", "letter")
     list_display = (
         "__str__",
         "shown_state",

@@ -100,6 +100,7 @@ def may_see_payloads(request: HttpRequest) -> bool:
 class JobAdmin(KjoAdmin):
     """Read-only, except for actions."""
 
+    screens = ("jobs", "job")
     list_display = (
         *("handler", "shown_state", "queue", "priority", "unique_id"),
         *("shown_attempts", "created_at"),

@@ -44,6 +44,7 @@ class LimitForm(forms.ModelForm):  # type: ignore[type-arg]
 class LimitAdmin(KjoAdmin):
     """Every limit that is declared or that operators have set."""
 
+    screens = ("limits", "")
     subject = Subject.LIMITS
     form = LimitForm
     list_display = ("shown_name", "declared", "in_force", "waiting", "changed_by", "updated_at")

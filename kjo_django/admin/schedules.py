@@ -26,6 +26,7 @@ from kjo_django.schedules.declarations import problem_of
 class ScheduleAdmin(KjoAdmin):
     """Schedules of the code and of operators."""
 
+    screens = ("schedules", "schedule")
     subject = Subject.SCHEDULES
     list_display = ("name", "job", "when", "shown_state", "next_at", "last_at", "source")
     ordering = ("name",)

@@ -26,6 +26,7 @@ from kjo_django.operations.workers import alive_within
 class QueueControlAdmin(KjoAdmin):
     """Every known queue, with the operators' limits."""
 
+    screens = ("queues", "")
     list_display = (
         "shown_queue",
         "shown_state",
@@ -116,6 +117,7 @@ class QueueControlAdmin(KjoAdmin):
 class ProcessedEventAdmin(KjoAdmin):
     """Processed events; duplicates of these are dropped."""
 
+    screens = ("events", "")
     list_display = ("event_id", "event_type", "service_name", "processed_at")
     search_fields = ("=event_id",)
     search_help_text = _("The exact id of an event or message.")
@@ -144,6 +146,7 @@ class ProcessedEventAdmin(KjoAdmin):
 class WorkerAdmin(KjoAdmin):
     """Worker processes and their heartbeats."""
 
+    screens = ("consumers", "")
     subject = Subject.WORKERS
     list_display = (
         "name",

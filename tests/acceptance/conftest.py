@@ -18,6 +18,7 @@ from psycopg import sql
 
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
+from tests.databases import empty_mariadb
 from tests.settings import database as database_settings
 
 
@@ -109,6 +110,31 @@ def postgres(database_url: str, tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="session")
+def mariadb_database(
+    django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
+) -> Iterator[str]:
+    """Migrated once: MariaDB copies no database, and takes seconds to create the tables."""
+    name = f"kjo_acceptance_{uuid.uuid4().hex[:12]}"
+    url = mariadb_server.createdb(name)
+    with django_db_blocker.unblock():
+        migrate(url)
+    yield url
+    mariadb_server.dropdb(name)
+
+
+@pytest.fixture
+def mariadb(mariadb_database: str, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
+    """No server but the database: transport and coordination in MariaDB."""
+    with (
+        django_db_blocker.unblock(),
+        Engine(Servers(mariadb_database), tmp_path) as engine,
+    ):
+        with connections[ALIAS].cursor() as cursor:
+            empty_mariadb(cursor)
+        yield engine
+
+
 @pytest.fixture
 def real_servers(kafka_server: Any, redis_server: Any, database_url: str) -> Servers:
     return Servers(database_url, kafka_server.bootstrap_servers, redis_server.url)
@@ -123,15 +149,22 @@ def real(real_servers: Servers, tmp_path: Path) -> Iterator[Engine]:
 
 REAL = pytest.param("real", marks=[pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres])
 POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres)
+MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb)
 
 
-@pytest.fixture(params=["embedded", REAL])
+@pytest.fixture(
+    params=[
+        "embedded",
+        REAL,
+        pytest.param("mariadb", marks=[pytest.mark.mariadb, pytest.mark.long]),
+    ]
+)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """Both ends of the range, one after the other."""
+    """Both ends of the range, one after the other; with ``-m long`` MariaDB, too."""
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["embedded", POSTGRES, REAL])
+@pytest.fixture(params=["embedded", POSTGRES, MARIADB, REAL])
 def any_engine(request: pytest.FixtureRequest) -> Engine:
     """Every combination the settings offer."""
     return request.getfixturevalue(request.param)

@@ -13,21 +13,30 @@ from pathlib import Path
 import pytest
 from django.contrib.auth.models import User
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
-from selenium.webdriver import Chrome
+from selenium.webdriver import ActionChains, Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from kjo_django.limits.control import set_limit
+from kjo_django.operations import schedules
+from kjo_django.personal_data.erasure import start_erasure
+from kjo_django.personal_data.person import Person
 from tests.acceptance.conftest import REAL
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
-from tests.browser import chromium
+from tests.browser import axe, chromium
 from tests.ledger import jobs
 from tests.ledger.workflows import imported
 from tests.services.fixtures import require
 from tests.services.ports import free_port
 
 pytestmark = pytest.mark.timeout(180)
+
+COLOURS = ("color-contrast", "link-in-text-block")
+LAYOUT = ("scrollable-region-focusable", "empty-table-header", "label", "link-name")
+LOOKS = (("light", 1280, ()), ("light", 390, COLOURS + LAYOUT), ("dark", 1280, COLOURS))
+"""How each screen is looked at, and the rules that can find something new then; none: all."""
 
 EVERY = pytest.mark.parametrize("name", ["embedded", REAL])
 
@@ -186,6 +195,18 @@ def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
         lambda: site.find_all("#kjo-chart-throughput path.kjo-c-completed[d^=M]"),
         "The chart stood still",
     )
+    # And the time under the pointer is pointed out in every chart, with its values
+    site.refresh_every(0)
+    spots = site.find_all("#kjo-chart-throughput .kjo-spot")
+    ActionChains(site.chrome).move_to_element(spots[-3]).perform()
+    cursors = {line.get_attribute("x1") for line in site.find_all(".kjo-has-cursor .kjo-cursor")}
+    assert len(cursors) == 1
+    assert len(site.find_all(".kjo-has-cursor")) == len(site.find_all(".kjo-chart")) == 4
+    shown = site.find_all(".kjo-cursor-time")
+    minute = site.find("#kjo-chart-throughput tbody tr:nth-child(3) th")
+    assert {each.text for each in shown} == {minute.get_attribute("textContent")}
+    ActionChains(site.chrome).move_to_element(site.find("h1")).perform()
+    assert not site.find_all(".kjo-has-cursor")
 
 
 @EVERY
@@ -326,8 +347,22 @@ def test_a_refresh_keeps_what_the_operator_chose_and_where_they_are(
     # And the keyboard leads to the search
     site.find("body").send_keys("/")
     assert site.chrome.switch_to.active_element.get_attribute("id") == "kjo-search"
-    site.chrome.switch_to.active_element.send_keys("job-1", Keys.ENTER)
+    # Whose suggestions go on from what is typed
+    site.chrome.switch_to.active_element.send_keys("job-1 ")
+    words = [each.get_attribute("value") for each in site.find_all("#kjo-words option")]
+    assert "job-1 handler:ledger.write" in words
+    site.chrome.switch_to.active_element.send_keys(Keys.ENTER)
     engine.wait_until(lambda: len(site.find_all("input[name=job]")) == 1, "The search found others")
+    # And to a row, which it selects and opens, to a list of the keys, and to another screen
+    site.find("body").send_keys("jx")
+    assert site.find("input[name=job]").is_selected()
+    site.chrome.switch_to.active_element.send_keys("?")
+    assert site.find("#kjo-keys").is_displayed()
+    site.chrome.switch_to.active_element.send_keys(Keys.ESCAPE)
+    site.find("tbody th a").send_keys(Keys.ENTER)
+    site.wait_for("Queued", "#kjo-live h2")
+    site.find("body").send_keys("Q")
+    site.wait_for("Last hour".upper(), "thead")
 
 
 @pytest.mark.parametrize("name", ["embedded"])
@@ -373,14 +408,58 @@ def test_who_is_signed_out_is_told(engine: Engine, site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["embedded"])
+def test_axe_finds_nothing_on_any_screen(
+    engine: Engine, site: Site, worker: Program, tmp_path: Path
+) -> None:
+    # Given something to see on every screen
+    workflow = imported(fails=True, on_failure="hold")
+    jobs.always_fails.using(id="failed").enqueue(job="failed")
+    jobs.wait_outside.using(id="runs").enqueue(job="runs", path=str(tmp_path / "go"))
+    jobs.write.using(delay=3600).enqueue(job="later")
+    set_limit("job:ledger.write", rate="1/h", actor="root")
+    schedule = schedules.add("nightly", job="ledger.no_op", cron="0 3 * * *")
+    engine.wait_until(lambda: engine.dead_letters.count() == 2, "They never died")
+    letter = engine.dead_letters.first()
+    job = engine.jobs.get(unique_id="failed")
+    counted = start_erasure(Person.of(fields=[("job", "failed")]), actor="root", dry_run=True)
+    engine.wait_until(lambda: engine.jobs.get(pk=counted.pk).result, "It was never counted")
+    screens = ("", "queues/", "queues/ledger/", "jobs/", f"jobs/{job.pk}/", "jobs/all/cancel/")
+    screens += ("workflows/", f"workflows/{workflow.pk}/", "limits/", "limits/job:ledger.write/")
+    screens += ("schedules/", "schedules/add/", f"schedules/{schedule.pk}/", "dead-letters/")
+    screens += (f"schedules/{schedule.pk}/edit/", "dead-letters/all/", f"dead-letters/{letter.pk}/")
+    screens += (f"dead-letters/{letter.pk}/edit/", "dead-letters/replay/?all=1", "consumers/")
+    screens += ("events/", "status/", "personal-data/", f"personal-data/{counted.pk}/")
+    # When each is looked at on a desk, on a telephone and in the dark
+    found = []
+    for path in screens:
+        site.open(path)
+        assert site.find_all("#content-main"), path
+        for scheme, width, rules in LOOKS:
+            chromium.look(site.chrome, width=width, height=900, scheme=scheme)
+            broken = axe.violations(site.chrome, *rules)
+            found += [f"{path} {scheme} {width}: {each}" for each in broken]
+    chromium.look(site.chrome, width=1280, height=900, scheme="light")
+    # Then nothing is found
+    assert not found, "\n".join(found)
+    # But for what is wrong
+    site.chrome.execute_script("document.body.append(document.createElement('button'))")
+    assert any("button-name" in each for each in axe.violations(site.chrome))
+
+
+@pytest.mark.parametrize("name", ["embedded"])
 def test_every_page_works_without_javascript(engine: Engine, worker: Program) -> None:
     jobs.refuse.using(id="dead").enqueue(job="dead")
     engine.wait_until(engine.dead_letters.exists, "It never died")
+    engine.variables["KJO_TEST_HEALTH_SECONDS"] = "0"
     with chromium.running(javascript=False) as chrome:
         site = Site.start(engine, chrome)
         site.open()
         assert site.tile("Dead letters") == "1"
         assert not site.find("#kjo-refresh-box").is_displayed()
+        # Not that all is well: there was no time for the checks
+        assert "whether all is well is not known" in site.text(".kjo-verdict.kjo-is-warning")
+        site.press("See all checks")
+        site.wait_for("Status", "h1")
         site.press("Queues")
         site.press("Pause")
         site.wait_for("Paused: ledger")

@@ -12,6 +12,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.models import Schedule
+from tests.acceptance.conftest import MARIADB, POSTGRES
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
 
@@ -37,7 +38,7 @@ def ticks_of(engine: Engine) -> dict[str, list[datetime]]:
     return {name: sorted(found) for name, found in ticks.items()}
 
 
-@pytest.mark.parametrize("kind", ["embedded", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.mark.parametrize("kind", ["embedded", POSTGRES, MARIADB])
 def test_four_schedulers_that_are_killed(kind: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(kind)
     # Given a tick of each schedule in each second
@@ -72,7 +73,7 @@ def is_past(moment: datetime) -> bool:
     return not Schedule.objects.using(ALIAS).filter(next_at__lte=moment).exists()
 
 
-@pytest.mark.parametrize("kind", ["embedded", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.mark.parametrize("kind", ["embedded", POSTGRES])
 def test_a_worker_stores_each_tick_within_a_second(
     kind: str, request: pytest.FixtureRequest
 ) -> None:

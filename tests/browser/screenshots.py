@@ -93,6 +93,8 @@ def prepare() -> None:
     from kjo_django.limits.control import set_limit
     from kjo_django.models import MetricBucket, MetricRollup, Worker
     from kjo_django.operations import schedules
+    from kjo_django.personal_data.erasure import start_erasure
+    from kjo_django.personal_data.person import Person
 
     User.objects.create_superuser("operator", password="operator")
     payload = {"order_id": 1, "invoice_number": 1}
@@ -101,6 +103,9 @@ def prepare() -> None:
     set_limit("job:shop.write_invoice", rate="1/h", actor="operator")
     set_limit("queue:emails", rate="50/s", burst=10, actor="operator")
     set_limit("job:shop.adjust_stock", concurrency=3, actor="operator")
+    start_erasure(
+        Person.of(fields=[("order_id", "7")]), actor="operator", dry_run=True, reference="R-17"
+    )
     for number in range(4):
         write_invoice.enqueue(order_id=1, invoice_number=str(number))
     now = timezone.now().replace(second=0, microsecond=0)
@@ -140,6 +145,7 @@ def prepare() -> None:
 def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
     """Log in and take every screen, as high as its content."""
     from kjo_django.models import NEVER, DeadLetter, Job, Schedule, Workflow
+    from kjo_django.personal_data.erasure import ERASE
 
     browser.get(f"{admin}/login/")
     browser.find_element("name", "username").send_keys("operator")
@@ -155,12 +161,15 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
     assert schedule is not None
     workflow = Workflow.objects.order_by("pk").first()
     assert workflow is not None
+    erasure = Job.objects.get(handler=ERASE)
     screens = {
         "overview": "",
         "queues": "queues/",
         "queue": "queues/emails/",
         "jobs": "jobs/?q=queue:emails",
         "job": f"jobs/{job.pk}/",
+        "jobs-plain": "../job/",
+        "job-plain": f"../job/{job.pk}/change/",
         "jobs-waiting": "jobs/?q=handler:shop.write_invoice",
         "job-waiting": f"jobs/{waiting.pk}/",
         "limits": "limits/",
@@ -178,6 +187,8 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
         "consumers": "consumers/",
         "events": "events/",
         "status": "status/",
+        "personal-data": "personal-data/",
+        "erasure": f"personal-data/{erasure.pk}/",
     }
     for name, path in screens.items():
         chromium.look(browser, width=width, height=800, scheme=scheme)

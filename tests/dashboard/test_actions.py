@@ -23,7 +23,7 @@ EVERYTHING = [
     *("pause_queue", "change_queuecontrol", "replay_dlq", "discard_dlq", "edit_payload"),
     *("control_worker", "view_workflow", "cancel_workflow", "retry_workflow"),
     *("view_schedule", "run_schedule", "pause_schedule", "change_schedule", "delete_schedule"),
-    *("view_limitcontrol", "change_limitcontrol"),
+    *("view_limitcontrol", "change_limitcontrol", "erase_personal_data"),
 ]
 
 
@@ -229,6 +229,16 @@ def test_a_group_of_errors_is_replayed_and_the_others_stay(operator):
     client.post(url("replay"), given)
     states = [DeadLetter.objects.get(pk=letter.pk).state for letter in [*mine, other]]
     assert states == ["replayed", "replayed", "open", "open"]
+
+
+def test_a_confirmation_counts_each_error_as_the_list_names_it(everybody):
+    DeadLetterFactory.create_batch(2, reason="fatal", handler="shop.a", error_type="OSError")
+    DeadLetterFactory(reason="of a later release", handler="", error_type="KeyError")
+    page = everybody.get(url("replay") + "?all=1").content.decode()
+    rows = re.findall(r"<tr><th.*?</tr>", page[page.index("<tbody>") :])
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    assert cells[0] == ["shop.a", "Permanent error", "OSError", "2"]
+    assert cells[1] == ["–", "of a later release", "KeyError", "1"]
 
 
 def test_nothing_chosen_replays_nothing(everybody):

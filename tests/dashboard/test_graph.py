@@ -110,7 +110,7 @@ def test_names_are_escaped_and_cut_and_control_characters_are_spelt_out():
 
 def test_each_box_leads_to_its_address_and_tells_its_state():
     svg = drawn([node("a", url="/jobs/1/", state="failed")], "import")
-    assert re.search(r'<a href="/jobs/1/" aria-label="a: Failed" class="kjo-box">', svg)
+    assert re.search(r'<a href="/jobs/1/" class="kjo-box"><title>a: Failed</title>', svg)
 
 
 def test_a_narrow_graph_is_also_drawn_upright_and_a_wide_one_is_not():

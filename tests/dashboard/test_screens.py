@@ -36,7 +36,7 @@ pytestmark = pytest.mark.django_db
 
 EVIL = "<script>alert(1)</script>"
 PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
-PAGES += ["schedules", "schedule_add", "schedule_preview", "limits"]
+PAGES += ["schedules", "schedule_add", "schedule_preview", "limits", "personal_data"]
 MOST_QUERIES = 12
 
 
@@ -86,9 +86,47 @@ def test_staff_without_the_permission_sees_nothing_and_no_link(operator, rows):
     assert url("overview") not in client.get(reverse("admin:index")).content.decode()
 
 
-def test_the_index_leads_to_the_dashboard(operator):
-    client = operator("view_dashboard")
-    assert url("overview") in client.get(reverse("admin:index")).content.decode()
+def test_the_index_leads_to_the_dashboard_alone_or_to_the_lists(operator):
+    index, jobs = reverse("admin:index"), reverse("admin:kjo_django_job_changelist")
+    page = operator("view_dashboard", "view_job").get(index).content.decode()
+    assert url("overview") in page
+    assert jobs not in page
+    page = operator("view_job").get(index).content.decode()
+    assert url("overview") not in page
+    assert jobs in page
+
+
+@pytest.mark.parametrize(
+    ("screen", "row", "model"),
+    [
+        ("jobs", "", "job"),
+        ("job", "job", "job"),
+        ("dead_letters", "", "deadletter"),
+        ("letter", "letter", "deadletter"),
+        ("schedules", "", "schedule"),
+        ("schedule", "schedule", "schedule"),
+        ("queues", "", "queuecontrol"),
+        ("limits", "", "limitcontrol"),
+        ("consumers", "", "worker"),
+        ("events", "", "processedevent"),
+    ],
+)
+def test_a_screen_leads_to_the_plain_list_and_back(operator, rows, screen, row, model):
+    arguments = [rows[row].pk] if row else []
+    place = f"admin:kjo_django_{model}_{'change' if row else 'changelist'}"
+    here, plain = url(screen, *arguments), reverse(place, args=arguments)
+    seer = {"view_dashboard", *(each.permission for each in SCREENS if each.name == screen)}
+    client = operator(*seer | {f"view_{model}"})
+    assert f'<a href="{plain}">' in client.get(here).content.decode()
+    page = client.get(plain).content.decode()
+    assert f'<a href="{here}">Dashboard</a>' in page
+    assert page.count('class="object-tools"') == 1  # two would lie upon one another
+    assert not row or ">History</a>" in page
+    # But nobody is led where they may not go
+    if f"view_{model}" not in seer:
+        assert plain not in operator(*seer).get(here).content.decode()
+    client = operator(f"view_{model}")
+    assert "Dashboard</a>" not in client.get(plain).content.decode()
 
 
 @pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: screen.name)
@@ -455,6 +493,26 @@ def test_a_search_that_cannot_be_understood_says_why(everybody):
     page = everybody.get(url("jobs") + "?q=stat:failed").content.decode()
     assert "stat" in page
     assert 'role="alert"' in page
+
+
+def test_the_search_suggests_what_there_is_to_those_who_may_ask_for_it(operator):
+    def suggested(*codenames):
+        page = operator("view_dashboard", "view_job", *codenames).get(url("jobs")).content.decode()
+        page = page[page.index("<datalist") : page.index("</datalist>")]
+        return set(re.findall(r'<option value="([^"]*)">', page))
+
+    for_all = {"state:failed", "queue:emails", "handler:ledger.write", "since:1h"}
+    for_some = {"key:", "args.note:"}
+    assert for_all <= suggested()
+    assert not for_some & suggested()
+    assert for_all | for_some <= suggested("view_payload")
+    assert "args.context:" not in suggested("view_payload")
+
+
+def test_a_suggestion_is_a_search(everybody):
+    page = everybody.get(url("jobs")).content.decode()
+    for word in re.findall(r'<option value="(state:[^"]*|queue:[^"]*|since:[^"]*)">', page):
+        assert 'role="alert"' not in everybody.get(url("jobs"), {"q": word}).content.decode(), word
 
 
 def test_jobs_are_found_by_what_is_known_of_them(everybody):

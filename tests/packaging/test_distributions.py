@@ -64,7 +64,17 @@ def test_they_say_what_they_are(metadata: Message) -> None:
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.split(r"[<>=]", line)[0] for line in required} == {"django", "cronsim"}
     # The two commands of the README, and every extra by itself, are the users'.
-    everything = {"kafka", "redis", "postgres", "api", "msgpack", "metrics", "tracing", "fast"}
+    everything = {
+        "kafka",
+        "redis",
+        "postgres",
+        "mysql",
+        "api",
+        "msgpack",
+        "metrics",
+        "tracing",
+        "fast",
+    }
     assert set(metadata.get_all("Provides-Extra", [])) == everything | {"all"}
 
 

@@ -25,7 +25,7 @@ from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.jobs import search_of
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, forget, screen_of
 from kjo_django.admin.dashboard.workflows import find as find_workflow
-from kjo_django.models import Job, Schedule, Worker
+from kjo_django.models import DeadLetterReason, Job, Schedule, Worker
 from kjo_django.operations import bulk, dead_letters, queues, search
 from kjo_django.operations.actions import (
     ACTIONS,
@@ -214,13 +214,17 @@ def change_letters(action: Action, page: Page) -> HttpResponse:
         rows = dead_letters.select(selection)
         count = bounded_count(rows)
         report = dead_letters.preview(rows, limit=LOOKED_AT)
+        reasons = dict(DeadLetterReason.choices)
         names = ("queue", "handler", "reason", "error", "fingerprint")
         pairs = [(name, value) for name in names if (value := getattr(selection, name))]
         return {
             "count": count,
             "report": report,
-            # As lists: a template would look the method's name up among the counts.
-            "histogram": list(report.histogram.items()),
+            "histogram": [
+                (reasons.get(reason, reason), handler, error, number)
+                for (reason, handler, error), number in report.histogram.most_common()
+            ],
+            # As a list: a template would look the method's name up among the counts.
             "refused": list(report.refused.items()),
             "looked_at": min(count, LOOKED_AT),
             "fields": [("all", "1"), *pairs, *(("letter", str(id)) for id in selection.ids or ())],

@@ -264,8 +264,15 @@ SCREENS = (
         show_groups,
         "view_deadletter",
         title=gettext_lazy("Dead letters"),
+        model="deadletter",
     ),
-    Screen("letters", "dead-letters/all/", show_letters, "view_deadletter"),
-    Screen("letter", "dead-letters/<uuid:letter>/", show_one, "view_deadletter"),
+    Screen("letters", "dead-letters/all/", show_letters, "view_deadletter", model="deadletter"),
+    Screen(
+        "letter",
+        "dead-letters/<uuid:letter>/",
+        show_one,
+        "view_deadletter",
+        model="deadletter",
+    ),
     Screen("letter_edit", "dead-letters/<uuid:letter>/edit/", edit, "edit_payload"),
 )

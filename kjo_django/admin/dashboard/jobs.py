@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
@@ -36,6 +36,7 @@ SIZE = 50
 SHOWN_FAILURES = 50
 SHOWN_LETTERS = 10
 LONGEST_DESCRIPTION = 300
+MOST_SUGGESTIONS = 300
 
 
 def show_list(page: Page) -> HttpResponse:
@@ -69,6 +70,7 @@ def show_list(page: Page) -> HttpResponse:
             "page": listed,
             "q": text,
             "wrong": wrong,
+            "suggestions": _suggestions(page),
             "tabs": _tabs(page, found),
             "is_unfiltered": found is not None and found.is_empty,
             "actions": [
@@ -104,6 +106,37 @@ def _seconds_taken(rows: Sequence[Job], shown: dict[Any, JobStatus]) -> dict[Any
             if started_at is not None:
                 taken[key] = max(0.0, (failed_at - started_at).total_seconds())
     return taken
+
+
+def _suggestions(page: Page) -> list[str]:
+    """Return what the search field suggests: conditions on the states, queues and handlers that
+    there are, and for users who may see payloads on the arguments of the handlers.
+    """
+    filters = [search.JobFilter(state=str(state)) for state in JobStatus]
+    filters += [search.JobFilter(queue=name) for name in registry.queue_names()]
+    handlers = registry.handlers()
+    filters += [search.JobFilter(handler=each.name) for each in handlers]
+    filters += [search.JobFilter(since=timedelta(hours=hours)) for hours in (1, 24, 168)]
+    words = [str(each) for each in filters]
+    if page.may("view_payload"):
+        words += ["key:", "unique:", "error:"]
+        names = {name for each in handlers for name in _argument_names(each)}
+        words += [f"args.{name}:" for name in sorted(names)]
+    return words[:MOST_SUGGESTIONS]
+
+
+def _argument_names(handler: registry.Handler) -> list[str]:
+    """Return the names of the arguments that a search may ask for."""
+    if handler.options.batch is not None:
+        return []
+    hidden = redaction.hidden_by(handler.name)
+    names = list(inspect.signature(handler.function).parameters.items())
+    return [
+        name
+        for name, parameter in names[1 if handler.options.takes_context else 0 :]
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and not redaction.is_redacted(name, also=hidden)
+    ]
 
 
 def search_of(page: Page) -> tuple[str, search.JobFilter | None, str]:
@@ -290,6 +323,6 @@ def _due(job: Job, status: JobStatus) -> datetime | None:
 
 
 SCREENS = (
-    Screen("jobs", "jobs/", show_list, "view_job", title=gettext_lazy("Jobs")),
-    Screen("job", "jobs/<uuid:job>/", show_one, "view_job"),
+    Screen("jobs", "jobs/", show_list, "view_job", title=gettext_lazy("Jobs"), model="job"),
+    Screen("job", "jobs/<uuid:job>/", show_one, "view_job", model="job"),
 )

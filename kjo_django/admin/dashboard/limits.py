@@ -72,6 +72,13 @@ def change(page: Page, limit: str) -> HttpResponse:
 
 
 SCREENS = (
-    Screen("limits", "limits/", show, "view_limitcontrol", title=gettext_lazy("Limits")),
+    Screen(
+        "limits",
+        "limits/",
+        show,
+        "view_limitcontrol",
+        title=gettext_lazy("Limits"),
+        model="limitcontrol",
+    ),
     Screen("limit", "limits/<path:limit>/", change, "view_limitcontrol"),
 )

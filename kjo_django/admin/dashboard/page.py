@@ -28,7 +28,7 @@ from django.http import (
 )
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import NoReverseMatch, reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
 
@@ -56,15 +56,26 @@ class Screen:
     """Title in the navigation; empty: not in it."""
     is_action: bool = False
     """Whether it takes POST only."""
+    model: str = ""
+    """Model whose rows it shows, or one of them: it leads to what the admin itself has of them."""
 
 
 class Page:
     """One request of one operator."""
 
-    def __init__(self, request: HttpRequest, site: AdminSite, screens: Sequence[Screen]) -> None:
+    def __init__(
+        self,
+        request: HttpRequest,
+        site: AdminSite,
+        screens: Sequence[Screen],
+        model: str = "",
+        key: Any = None,
+    ) -> None:
         self.request = request
         self.site = site
         self._screens = screens
+        self._model = model
+        self._key = key
         request.current_app = site.name  # what {% url %} asks
 
     # --- Who --------------------------------------------------------------------------------------
@@ -129,6 +140,7 @@ class Page:
             "live_template": live and folder + live,
             "controls_template": controls and folder + controls,
             "navigation": self._navigation(),
+            "plain": self._plain(),
         }
         return TemplateResponse(self.request, PAGE, context, status=status)
 
@@ -143,10 +155,30 @@ class Page:
 
     def _navigation(self) -> list[dict[str, Any]]:
         return [
-            {"title": screen.title, "url": self.url(screen.name), "is_here": self._is_at(screen)}
+            {
+                "title": screen.title,
+                "url": self.url(screen.name),
+                "is_here": self._is_at(screen),
+                # With Shift it opens the screen; schedules have the S.
+                "key": "T" if screen.name == "status" else screen.name[0].upper(),
+            }
             for screen in self._screens
             if screen.title and self.may(screen.permission)
         ]
+
+    def _plain(self) -> dict[str, Any]:
+        """Return the link to the admin's own list of the screen's rows, or to its page of a row."""
+        if not self._model or not self.may(f"view_{self._model}"):
+            return {}
+        is_list = self._key is None
+        place = f"admin:kjo_django_{self._model}_{'changelist' if is_list else 'change'}"
+        arguments = () if is_list else (self._key,)
+        try:
+            url = reverse(place, args=arguments, current_app=self.site.name)
+        except NoReverseMatch:  # the project has unregistered it
+            return {}
+        label = _("Plain list, with filters") if is_list else _("All fields, and who changed them")
+        return {"url": url, "label": label}
 
     def _is_at(self, screen: Screen) -> bool:
         return self._here.startswith(self.url(screen.name)) and (
@@ -217,7 +249,8 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
     """Return the view of a screen."""
 
     def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
-        page = Page(request, site, screens)
+        key = next(iter(arguments.values()), None)
+        page = Page(request, site, screens, screen.model, key)
         if not (page.may("view_dashboard") and page.may(screen.permission)):
             raise PermissionDenied(_("You may not do this."))
         if screen.is_action and request.method != "POST":

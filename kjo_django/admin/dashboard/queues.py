@@ -110,6 +110,6 @@ def _limits(queue: str) -> dict[str, Any]:
 
 
 SCREENS = (
-    Screen("queues", "queues/", show, title=gettext_lazy("Queues")),
+    Screen("queues", "queues/", show, title=gettext_lazy("Queues"), model="queuecontrol"),
     Screen("queue", "queues/<path:queue>/", show_one),
 )

@@ -341,9 +341,16 @@ def _preview_of(form: forms.Form) -> dict[str, Any]:
 
 
 SCREENS = (
-    Screen("schedules", "schedules/", show_list, "view_schedule", title=gettext_lazy("Schedules")),
+    Screen(
+        "schedules",
+        "schedules/",
+        show_list,
+        "view_schedule",
+        title=gettext_lazy("Schedules"),
+        model="schedule",
+    ),
     Screen("schedule_add", "schedules/add/", add, "add_schedule"),
     Screen("schedule_preview", "schedules/preview/", show_preview, "view_schedule"),
-    Screen("schedule", "schedules/<uuid:schedule>/", show_one, "view_schedule"),
+    Screen("schedule", "schedules/<uuid:schedule>/", show_one, "view_schedule", model="schedule"),
     Screen("schedule_edit", "schedules/<uuid:schedule>/edit/", edit, "view_schedule"),
 )

@@ -278,7 +278,16 @@ def show_status(page: Page) -> HttpResponse:
 
 
 SCREENS = (
-    Screen("consumers", "consumers/", show_consumers, title=gettext_lazy("Consumers")),
-    Screen("events", "events/", show_events, "view_processedevent", title=gettext_lazy("Events")),
+    Screen(
+        "consumers", "consumers/", show_consumers, title=gettext_lazy("Consumers"), model="worker"
+    ),
+    Screen(
+        "events",
+        "events/",
+        show_events,
+        "view_processedevent",
+        title=gettext_lazy("Events"),
+        model="processedevent",
+    ),
     Screen("status", "status/", show_status, title=gettext_lazy("Status")),
 )

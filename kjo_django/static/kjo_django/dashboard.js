@@ -87,6 +87,7 @@
                 beforeAttributeUpdated: (name) => name !== "open",
             },
         });
+        showTime();
         speak();
     }
 
@@ -125,6 +126,39 @@
         plan();
     }
 
+    // --- One time for all charts --------------------------------------------------------------------
+
+    let shownTime = -1; // the place among the times of the charts; -1 for none
+
+    // Point out one time in every chart, with its values in place of the latest ones.
+    function showTime() {
+        for (const chart of document.querySelectorAll(".kjo-chart")) {
+            const spot = chart.querySelectorAll(".kjo-spot")[shownTime];
+            const row = spot && [...chart.querySelectorAll("tbody tr")].at(-1 - shownTime);
+            chart.classList.toggle("kjo-has-cursor", Boolean(spot));
+            if (spot) {
+                const middle = Number(spot.getAttribute("x")) + Number(spot.getAttribute("width")) / 2;
+                for (const end of ["x1", "x2"]) {
+                    chart.querySelector(".kjo-cursor").setAttribute(end, middle.toFixed(1));
+                }
+            }
+            chart.querySelector(".kjo-cursor-time").textContent = row ? row.cells[0].textContent : "";
+            chart.querySelectorAll("[data-kjo-latest]").forEach((line, index) => {
+                const value = row ? row.cells[index + 1].textContent : line.dataset.kjoLatest;
+                line.querySelector("b").textContent = value;
+            });
+        }
+    }
+
+    document.addEventListener("pointerover", (event) => {
+        const spot = event.target.closest(".kjo-spot");
+        const place = spot ? [...spot.parentNode.querySelectorAll(".kjo-spot")].indexOf(spot) : -1;
+        if (place !== shownTime) {
+            shownTime = place;
+            showTime();
+        }
+    });
+
     // --- A preview beside a form -------------------------------------------------------------------
 
     const form = document.querySelector("form[data-kjo-preview]");
@@ -161,6 +195,19 @@
         });
     }
 
+    // --- Suggestions of the search ------------------------------------------------------------------
+
+    const words = [...document.querySelectorAll("#kjo-words option")];
+    const suggested = words.map((option) => option.value);
+
+    // What is typed before the last word stays, and each suggestion goes on from there.
+    document.getElementById("kjo-search")?.addEventListener("input", (event) => {
+        const typed = event.target.value.slice(0, event.target.value.lastIndexOf(" ") + 1);
+        words.forEach((option, index) => {
+            option.value = typed + suggested[index];
+        });
+    });
+
     // --- Selecting rows, keys -------------------------------------------------------------------
 
     document.addEventListener("change", (event) => {
@@ -172,9 +219,18 @@
         }
     });
 
+    // Focus the link of the next or the previous row; Enter opens it as any link.
+    function moveRow(step) {
+        const links = [...document.querySelectorAll("#kjo-live tbody th[scope=row] a")];
+        const row = document.activeElement.closest("tr");
+        const place = links.findIndex((link) => row && link.closest("tr") === row);
+        const next = place < 0 ? 0 : Math.max(0, Math.min(links.length - 1, place + step));
+        links[next]?.focus();
+    }
+
     document.addEventListener("keydown", (event) => {
         if (event.ctrlKey || event.metaKey || event.altKey
-            || event.target.matches("input, textarea, select")) {
+            || event.target.matches("input:not([type=checkbox]), textarea, select")) {
             return;
         }
         const search = document.getElementById("kjo-search");
@@ -183,6 +239,14 @@
             search.focus();
         } else if (event.key === "r" && live && choice) {
             refresh();
+        } else if (event.key === "j" || event.key === "k") {
+            moveRow(event.key === "j" ? 1 : -1);
+        } else if (event.key === "x") {
+            document.activeElement.closest("tr")?.querySelector("input[type=checkbox]")?.click();
+        } else if (event.key === "?") {
+            document.getElementById("kjo-keys").showModal();
+        } else if (event.shiftKey && /^[A-Z]$/.test(event.key)) {
+            document.querySelector(`.kjo-nav a[aria-keyshortcuts="Shift+${event.key}"]`)?.click();
         }
     });
 })();
