@@ -75,6 +75,9 @@ class Delivery:
         """When it came to the lanes (monotonic)."""
         self.permitted_at = self.permit_until = 0.0
         """Between these moments (monotonic) it may start without another permit of its rates."""
+        self.slot_until = 0.0
+        """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it
+        has none."""
         self.prepared_from = 0.0
         """When a lane began to prepare its start (monotonic)."""
         self.held_until = 0.0
@@ -115,6 +118,11 @@ class Delivery:
             self.shard = (record.topic, record.key)
         else:
             self.shard = (*record.position, queue.consumer_group)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it may start only as long as its permit, or its slot, is its own."""
+        return self.permit_until > 0.0 or self.slot_until > 0.0
 
 
 def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:

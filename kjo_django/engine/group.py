@@ -574,8 +574,8 @@ class Pipeline:
         """Wait until the coroutines with a permit may start; one that is too late is deferred."""
         for attempt in attempts:
             delivery = attempt.delivery
-            has_permit = attempt.ending is None and delivery.permit_until > 0.0
-            if has_permit and not self.limiter.await_permit(delivery):
+            is_limited = attempt.ending is None and delivery.is_limited
+            if is_limited and not self.limiter.await_permit(delivery):
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:

@@ -73,6 +73,7 @@ class Delivery(Protocol):
     was_permitted: bool
     permitted_at: float
     permit_until: float
+    slot_until: float
     prepared_from: float
     held_until: float
 
@@ -88,6 +89,9 @@ class Leases(Protocol):
     def reserve(
         self, asks: Sequence[Sequence[Pace]], within: float, after: float
     ) -> list[float]: ...
+
+    alive_ttl: timedelta
+
     def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]: ...
     def take_freed(self) -> Counter[str]: ...
     def release_abandoned(self, names: Sequence[str]) -> set[str]: ...
@@ -302,8 +306,13 @@ class Limiter:
         if not asking:
             return
         asks = [(d.lease, limited[d][0].name, limited[d][0].slots) for d in asking]
-        taken = self._leases.claim_slots(asks, asking[0].queue.processing_ttl)
+        began, ttl = self._runtime.clock.monotonic(), asking[0].queue.processing_ttl
+        taken = self._leases.claim_slots(asks, ttl)
+        # A worker that is frozen loses its slots with its last sign of life, which may be older
+        # than they are.
+        sure = min(ttl, self._leases.alive_ttl).total_seconds() / 2
         for delivery, is_taken in zip(asking, taken, strict=True):
+            delivery.slot_until = began + sure if is_taken else 0.0
             if not is_taken:
                 waits[delivery] = Wait(limited[delivery][0], LEAD)
                 delivery.permitted_at = delivery.permit_until = 0.0
@@ -380,8 +389,14 @@ class Limiter:
 
     def await_permit(self, delivery: Delivery) -> bool:
         """Wait for the moment at which a delivery that is prepared may start, which is near; return
-        False where it has gone by. Then the delivery asks again, at once."""
+        False where it has gone by, or where its slot may be another worker's by now. Then the
+        delivery asks again, at once."""
         now = self._runtime.clock.monotonic()
+        if 0.0 < delivery.slot_until < now:
+            delivery.held_until, delivery.slot_until = now, 0.0
+            return False
+        if not delivery.permit_until:
+            return True
         took, delivery.prepared_from = now - delivery.prepared_from, 0.0
         # Quick to believe that it takes long, slower to believe that it does not.
         weight = 0.7 if took > self._preparation else 0.05

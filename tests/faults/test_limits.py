@@ -15,6 +15,7 @@ from django.db import connection
 from kjo_django import job
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, slot_name
+from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.limits import held
@@ -272,6 +273,40 @@ def take_slot(name: str) -> Callable[[], None]:
     names = [slot_name(f"SLOT:{name}", 1), alive_name("another")]
     coordination.claim(names, "another", timedelta(minutes=10))
     return partial(coordination.release, names, "another")
+
+
+@every_engine
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
+def test_a_worker_that_is_frozen_before_a_start_does_not_use_the_slot_it_has_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    # Given
+    ran: list[str] = []
+    give_back: list[Callable[[], None]] = []
+    claim = LeaseBook.claim_slots
+
+    @job(name="limits.frozen", queue=QUEUE, concurrency=1, atomic=atomic)
+    def call() -> None:
+        ran.append("once")
+
+    def claim_and_freeze(leases: LeaseBook, asks: Any, ttl: timedelta) -> list[bool]:
+        answers = claim(leases, asks, ttl)
+        if not give_back:
+            world.clock.advance(ttl.total_seconds() + 1)
+            give_back.append(take_slot("job:limits.frozen"))
+        return answers
+
+    workers = Workers(world, 1)
+    call.enqueue()
+    # When the worker is frozen after it has taken the slot, until that is another's
+    monkeypatch.setattr(LeaseBook, "claim_slots", claim_and_freeze)
+    workers.run_for(5)
+    # Then it does not start, until the slot is free again
+    assert give_back
+    assert ran == []
+    give_back[0]()
+    workers.run_until_done(30)
+    assert ran == ["once"]
 
 
 @every_engine

@@ -116,7 +116,7 @@ class LaneRunner:
                 elif (
                     is_late
                     or (held_back and held_back.covers(attempt.delivery))
-                    or (attempt.delivery.permit_until and not self._await_permit(attempt.delivery))
+                    or (attempt.delivery.is_limited and not self._await_permit(attempt.delivery))
                 ):
                     attempt.ending = Ending.DEFERRED
                     attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
@@ -163,7 +163,7 @@ class LaneRunner:
             late = [
                 attempt
                 for attempt in calls
-                if attempt.delivery.permit_until and not self._await_permit(attempt.delivery)
+                if attempt.delivery.is_limited and not self._await_permit(attempt.delivery)
             ]
             for attempt in late:
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
