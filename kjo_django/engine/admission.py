@@ -110,10 +110,12 @@ def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Atte
     return Attempt(delivery, row=row, number=spent + delivery.deliveries, limit=limit)
 
 
-def end_expired(attempt: Attempt, now: datetime) -> None:
+def end_expired(attempt: Attempt, now: datetime | None = None) -> None:
     """End an attempt that has not begun by its job's ``expires_at``, without spending it."""
     row = attempt.row
-    if row is not None and row.expires_at is not None and row.expires_at <= now:
+    if row is None or row.expires_at is None:
+        return
+    if row.expires_at <= (now or timezone.now()):
         attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.EXPIRED
         attempt.error = ExpiredError(f"Not started by {row.expires_at.isoformat()}")
         attempt.number = row.attempts

@@ -159,18 +159,18 @@ def call_step(
     :param around: is entered for the call. What that raises fails the call.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
-    handler, context, contexts = _prepare(runtime, step)
-    if not contexts:
+    handler, runs, context = _prepare(runtime, step)
+    if context is None:
         return None
     began = time.perf_counter()
     try:
         with around:
             call = chain(handler, watch, tracing.tracer, False, runtime.settings.middleware)
-            _note_results(contexts, began, call(context))
+            _note_results(handler, runs, began, call(context))
     except BaseException as error:
         if is_interrupt(error):
             raise
-        _note_error(contexts, began, error)
+        _note_error(runs, began, error)
         return error
     return None
 
@@ -179,15 +179,15 @@ async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attem
     """Make one call of an asynchronous handler on the loop this is awaited on, outside any
     transaction, and note in its attempts how it ended. The items of a batch that raises are called
     again one by one."""
-    handler, context, contexts = _prepare(runtime, step)
-    if not contexts:
+    handler, runs, context = _prepare(runtime, step)
+    if context is None:
         return
     began = time.perf_counter()
     try:
         call = chain(handler, watch, tracing.tracer, True, runtime.settings.middleware)
-        _note_results(contexts, began, await call(context))
+        _note_results(handler, runs, began, await call(context))
     except BaseException as error:
-        _note_error(contexts, began, error)
+        _note_error(runs, began, error)
     else:
         return
     for attempt in step:
@@ -195,75 +195,84 @@ async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attem
             await acall_step(runtime, watch, [attempt])
 
 
-def _prepare(
-    runtime: Runtime, step: Sequence[Attempt]
-) -> tuple[Handler, Context, dict[Attempt, JobContext]]:
-    """Return the handler of a call, the call's context, and that of each attempt that is about to
-    run, with its payload. An attempt whose payload cannot be read has failed instead."""
+Runs = Sequence[tuple[Attempt, JobContext]]
+"""The attempts that one call runs, each with the context of its job."""
+
+
+def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, Context | None]:
+    """Return the handler of a call, the attempts that are about to run, and the call's context,
+    None where none of them is. An attempt whose payload cannot be read has failed instead."""
     handler, queue = step[0].delivery.handler, step[0].delivery.queue
     assert handler is not None
-    kind: type[JobContext] = JobContext if handler.options.batch is None else BatchItem
-    # Reading headers takes its time, and mostly nobody is going to see them.
-    is_seen = kind is BatchItem or handler.options.takes_context or runtime.settings.middleware
     limit = handler.options.timeout or queue.timeout
     seconds = limit.total_seconds() if limit is not None else None
-    context: Any = None
-    contexts: dict[Attempt, JobContext] = {}
-    for attempt in step:
-        delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
-        assert message is not None
-        headers = delivery.record.headers
-        unique_id = row.unique_id if row is not None else None
-        if original := headers.get(names.UNIQUE_ID):
-            # It replays the dead letter of another job, which was enqueued under this id.
-            unique_id = original.decode("utf-8", "replace")
-        attempt.started_at = timezone.now()
-        try:
-            payload = load_value(message.payload, message.content_type)
-            if attempt.step is not None:
-                payload = attempt.step.begin_run(payload)
-            if kind is BatchItem:
-                ((payload,), _) = handler.arguments(payload)
-        except Exception as error:
-            attempt.error = error
-            continue
-        # By place: made for every job, and by name takes half as long again.
-        context = contexts[attempt] = kind(
-            message.job_id or message.id,
-            attempt.number,
-            attempt.limit,
-            message.id,
-            queue.name,
-            names.texts(headers) if is_seen else {},
-            row.created_at if row is not None else message.timestamp,
-            unique_id,
-            message.generation,
-            None,
-            delivery.lease,
-            delivery.mode is Mode.ATOMIC,
-            None,
-            delivery,
-            seconds,
-            payload,
-        )
+    if handler.options.batch is None:
+        context = _context_of(runtime, handler, step[0], seconds)
+        return handler, [] if context is None else [(step[0], context)], context
+    each = [(attempt, _context_of(runtime, handler, attempt, seconds)) for attempt in step]
+    runs = [(attempt, context) for attempt, context in each if context is not None]
+    items = cast("list[BatchItem]", [context for _, context in runs])
+    return handler, runs, BatchContext(items, seconds) if items else None
+
+
+def _context_of(
+    runtime: Runtime, handler: Handler, attempt: Attempt, seconds: float | None
+) -> JobContext | None:
+    """Return the context of an attempt that begins now, with its payload; None if that cannot be
+    read."""
+    delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
+    assert message is not None
+    options, headers = handler.options, delivery.record.headers
+    unique_id = row.unique_id if row is not None else None
+    if original := headers.get(names.UNIQUE_ID):
+        # It replays the dead letter of another job, which was enqueued under this id.
+        unique_id = original.decode("utf-8", "replace")
+    attempt.started_at = timezone.now()
+    try:
+        payload = load_value(message.payload, message.content_type)
         if attempt.step is not None:
-            context.workflow = attempt.step
-    if contexts and kind is BatchItem:
-        context = BatchContext(cast("list[BatchItem]", list(contexts.values())), seconds)
-    return handler, context, contexts
+            payload = attempt.step.begin_run(payload)
+        if options.batch is not None:
+            ((payload,), _) = handler.arguments(payload)
+    except Exception as error:
+        attempt.error = error
+        return None
+    kind: type[JobContext] = JobContext if options.batch is None else BatchItem
+    # Reading headers takes its time, and mostly nobody is going to see them.
+    is_seen = options.takes_context or options.batch is not None or runtime.settings.middleware
+    # By place: made for every job, and by name takes half as long again.
+    context = kind(
+        message.job_id or message.id,
+        attempt.number,
+        attempt.limit,
+        message.id,
+        delivery.queue.name,
+        names.texts(headers) if is_seen else {},
+        row.created_at if row is not None else message.timestamp,
+        unique_id,
+        message.generation,
+        None,
+        delivery.lease,
+        delivery.mode is Mode.ATOMIC,
+        None,
+        delivery,
+        seconds,
+        payload,
+    )
+    if attempt.step is not None:
+        context.workflow = attempt.step
+    return context
 
 
-def _note_results(contexts: Mapping[Attempt, JobContext], began: float, value: Any) -> None:
+def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> None:
     """Note in the attempts what their call has returned, and how long it took.
 
     :param began: what ``time.perf_counter`` said before the call.
     :raises PermanentError: a batch handler did not return one result for each item, or a result
         cannot be stored.
     """
-    seconds, count = time.perf_counter() - began, len(contexts)
-    handler = next(iter(contexts)).delivery.handler
-    assert handler is not None
-    values: Sequence[Any] = [value]
+    seconds, count = time.perf_counter() - began, len(runs)
+    values: Sequence[Any] = (value,)
     if handler.options.batch is not None:
         values = [None] * count if value is None else value
         if not isinstance(values, list | tuple) or len(values) != count:
@@ -272,7 +281,7 @@ def _note_results(contexts: Mapping[Attempt, JobContext], began: float, value: A
                 f"The batch handler {handler.name} must return None or a list of one result "
                 f"for each of its {count} items, not {what}"
             )
-    for (attempt, context), result in zip(contexts.items(), values, strict=True):
+    for (attempt, context), result in zip(runs, values, strict=True):
         attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
         attempt.abort_reason = context.abort_reason
         attempt.error = context.error if isinstance(context, BatchItem) else None
@@ -290,17 +299,15 @@ def _note_results(contexts: Mapping[Attempt, JobContext], began: float, value: A
             raise PermanentError(f"The handler's result cannot be stored: {error}") from error
 
 
-def _note_error(
-    contexts: Mapping[Attempt, JobContext], began: float, raised: BaseException
-) -> None:
+def _note_error(runs: Runs, began: float, raised: BaseException) -> None:
     """Note in the attempts how long a call took that has raised, and which of them have failed: the
     only one, or those that were asked to end."""
     seconds = time.perf_counter() - began
-    for attempt, context in contexts.items():
-        attempt.seconds, attempt.result_ttl = seconds / len(contexts), context.result_ttl
+    for attempt, context in runs:
+        attempt.seconds, attempt.result_ttl = seconds / len(runs), context.result_ttl
         attempt.abort_reason = context.abort_reason
         attempt.result = attempt.error = None
-        if len(contexts) == 1 or (
+        if len(runs) == 1 or (
             context.abort_reason in UNWANTED and isinstance(raised, JobCancelledError)
         ):
             attempt.error = raised
@@ -309,11 +316,11 @@ def _note_error(
             why = f"{type(raised).__name__}: {text_of(raised)}"
             why = f"The batch of job {context.job_id} was aborted: {why}"
             attempt.error = JobCancelledError(why)
-    if len(contexts) > 1:
-        first = next(iter(contexts.values()))
+    if len(runs) > 1:
+        first = runs[0][1]
         logger.warning(
             "A batch of %d of %s failed, its items run again one by one: %s: %s",
-            len(contexts),
+            len(runs),
             first.handler,
             type(raised).__name__,
             text_of(raised),
@@ -341,8 +348,8 @@ def chain(
     behind, interrupts = _behind_middleware(handler, on_loop, paths), not handler.is_async
 
     def run(context: Context) -> Any:
-        call = RunningCall(watch, context, context.time_limit, interrupts=interrupts)
-        with _surroundings(context, tracer):
+        call = RunningCall(watch, context, context.time_limit, interrupts)
+        with _Surroundings(context, tracer):
             try:
                 with call:
                     return behind(context)
@@ -350,29 +357,46 @@ def chain(
                 watch.calls.discard(call)
 
     async def run_on_loop(context: Context) -> Any:
-        with _surroundings(context, tracer), RunningCall(watch, context, None):
+        with _Surroundings(context, tracer), RunningCall(watch, context, None):
             return await with_limit(behind(context), context, context.time_limit)
 
     return run_on_loop if on_loop else run
 
 
-@contextmanager
-def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
-    """Let log records know the run, see ``contrib.logging``; let what is published during the run
-    inherit headers of its message, of a batch those that all its messages have in common; and have
-    the run traced."""
-    runs = context.items if isinstance(context, BatchContext) else (context,)
-    inherited = inheritable([run.delivery.record.headers for run in runs if run.delivery])
-    span: AbstractContextManager[object] = nullcontext()
-    if tracer is not None:
-        span = tracer.running([run.delivery for run in runs], runs)
-    log_token, inherited_token = running.set(context), inheriting.set(inherited)
-    try:
-        with span:
-            yield
-    finally:
-        inheriting.reset(inherited_token)
-        running.reset(log_token)
+class _Surroundings:
+    """Lets log records know the run, see ``contrib.logging``; lets what is published during the run
+    inherit headers of its message, of a batch those that all its messages have in common; and has
+    the run traced. A class: a generator would cost every job two microseconds more."""
+
+    __slots__ = ("_context", "_inherited", "_running", "_span", "_tracer")
+
+    def __init__(self, context: Context, tracer: Tracer | None) -> None:
+        self._context, self._tracer = context, tracer
+        self._span: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        context = self._context
+        runs = context.items if isinstance(context, BatchContext) else (context,)
+        deliveries = [run.delivery for run in runs if run.delivery is not None]
+        inherited = inheritable([delivery.record.headers for delivery in deliveries])
+        self._running, self._inherited = running.set(context), inheriting.set(inherited)
+        if self._tracer is not None:
+            try:
+                self._span = self._tracer.running([run.delivery for run in runs], runs)
+                self._span.__enter__()
+            except BaseException:
+                self._reset()
+                raise
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        try:
+            return self._span.__exit__(*raised) if self._span is not None else None
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        inheriting.reset(self._inherited)
+        running.reset(self._running)
 
 
 # --- The project's middleware ---------------------------------------------------------------------

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from django.db import connections
-from django.utils import timezone
 
 from kjo_django.engine import admission, failures
 from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Ending, Reason
@@ -122,7 +121,7 @@ class LaneRunner:
                     attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
                 else:
                     if number > 0:
-                        admission.end_expired(attempt, timezone.now())
+                        admission.end_expired(attempt)
                     if attempt.ending is None:
                         calls.append(attempt)
             parts = [calls] if calls else []
@@ -136,7 +135,7 @@ class LaneRunner:
                 parts += [[attempt] for attempt in part if attempt.ending is None]
             if len(steps) > 1:
                 held_back.after(step)
-                ended.update((a.key, a) for a in step if a.ending in _RAN)
+                ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
         if outer is not None and (left := freshen_connections(outer=outer, but=using)):
             raise left
 
