@@ -33,7 +33,7 @@ from kjo_django.api.fields import (
 )
 from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
-from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
+from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.enqueue.storing import store
@@ -382,7 +382,7 @@ def _build(body: dict[str, Any]) -> Job:
     if problem is not None:
         raise ValidationError({"payload": problem}, code="arguments")
     try:
-        return JobDefinition(handler, options).build(payload)
+        return unsaved_job(JobDefinition(handler, options), payload)
     except PayloadError as error:
         raise ValidationError({"payload": str(error)}) from None
     except ValueError as error:

@@ -66,31 +66,33 @@ class Delivery:
         """The last attempt, while its way is not known to be over; see ``Attempt.must_not_run``."""
         self.paused_since: datetime | None = None
         """When it first met an error that pauses its partition; None: not in this worker."""
-        self.is_settled = False
+        self.is_settled: bool = False
         """Whether its outcome is durable and acknowledged: it is not to run again."""
         self.is_orphan = self.was_permitted = False
         """Whether it was being run when a worker died, and next runs in a group of its own; and
         whether its limits have let it start: it comes before others of its key that wait."""
-        self.waiting_since = 0.0
+        self.waiting_since: float = 0.0
         """When it came to the lanes (monotonic)."""
-        self.permitted_at = self.permit_until = 0.0
+        self.permitted_at: float = 0.0
+        self.permit_until: float = 0.0
         """Between these moments (monotonic) it may start without another permit of its rates."""
-        self.slot_until = 0.0
+        self.slot_until: float = 0.0
         """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it
         has none."""
-        self.prepared_from = 0.0
+        self.prepared_from: float = 0.0
         """When a lane began to prepare its start (monotonic)."""
-        self.held_until = 0.0
+        self.held_until: float = 0.0
         """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
-        self.weight = 1
+        self.weight: int = 1
         """As how many records it counts; a large value counts as several."""
-        self.level = 0
+        self.level: int = 0
         """Its level of priority: 2 urgent, 1 high, 0 normal, -1 low."""
         self.trace: Any = None
         """What a tracer keeps of its run until that is settled."""
-        self.place = TopicPartition(record.topic, record.partition)
+        self.place: TopicPartition = TopicPartition(record.topic, record.partition)
         """The partition it came from."""
-        self.kind, self.mode = "", Mode.POISON
+        self.kind: str = ""
+        self.mode: Mode = Mode.POISON
         """The name of its handler, by which its run time is estimated; and how it is run."""
         self.batch: int | None = None
         """Most deliveries its handler takes in one call; None for a handler of one."""
@@ -98,13 +100,13 @@ class Delivery:
             self.kind, self.batch = handler.options.name, handler.options.batch
             outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
             self.mode = Mode.ATOMIC if handler.options.atomic else outside
-        self.lease = ""
+        self.lease: str = ""
         """The name of its lease."""
         self.shard: object
         """What its order is kept by: its record's key, or the item several keys speak of. A record
         without either asks for no order and is a shard of its own, the same one should it be handed
         out again while it still runs here."""
-        self.key = NO_KEY
+        self.key: EventKey = NO_KEY
         """Of its marker in ``processed_events``."""
         lease_id = None
         if message is not None:

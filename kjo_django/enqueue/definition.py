@@ -194,7 +194,7 @@ class JobDefinition(Generic[P, R_co]):
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
         if self._unique is not None:
-            self.make_unique(row, payload)
+            make_unique(self, row, payload)
         return store([row], runtime=runtime)[0]
 
     def step(self, /, **payload: Any) -> Step:
@@ -245,23 +245,6 @@ class JobDefinition(Generic[P, R_co]):
             rule.apply_to(alike)
         return store_alike(alike, unique_ids, keys, data, runtime)
 
-    def build(self, payload: dict[str, Any]) -> Job:
-        """Return the unsaved row of a job; everything is validated here, before any write."""
-        runtime = current_runtime()
-        key, data = self._key_and_bytes(payload, self.options.id, runtime)
-        row = new_job(self.options, self.handler.options, key, data, runtime)
-        self.make_unique(row, payload)
-        return row
-
-    def make_unique(self, job: Job, payload: Mapping[str, Any]) -> None:
-        """Have ``store`` treat an unsaved job with these arguments as the options say."""
-        if (rule := self._unique) is None:
-            return
-        if rule.names_jobs:
-            job.unique_id = unique.unique_name(rule, self.handler, payload)
-            job.key = rule.key_of(job.key, job.unique_id)
-        rule.apply_to(job)
-
     def _key_and_bytes(
         self, payload: dict[str, Any], id: str | None, runtime: Runtime
     ) -> tuple[str, bytes]:
@@ -282,6 +265,28 @@ class JobDefinition(Generic[P, R_co]):
         if len(data) > runtime.settings.max_payload_bytes:
             raise too_large(len(data), runtime.settings.max_payload_bytes)
         return key, data
+
+
+# Functions, not methods: callers of a job have nothing to do with rows, nor do their type checkers.
+
+
+def unsaved_job(definition: JobDefinition[..., Any], payload: dict[str, Any]) -> Job:
+    """Return the unsaved row of a job; everything is validated here, before any write."""
+    runtime, options = current_runtime(), definition.options
+    key, data = definition._key_and_bytes(payload, options.id, runtime)
+    row = new_job(options, definition.handler.options, key, data, runtime)
+    make_unique(definition, row, payload)
+    return row
+
+
+def make_unique(definition: JobDefinition[..., Any], job: Job, payload: Mapping[str, Any]) -> None:
+    """Have ``store`` treat an unsaved job with these arguments as the definition's options say."""
+    if (rule := definition._unique) is None:
+        return
+    if rule.names_jobs:
+        job.unique_id = unique.unique_name(rule, definition.handler, payload)
+        job.key = rule.key_of(job.key, job.unique_id)
+    rule.apply_to(job)
 
 
 def new_job(

@@ -19,7 +19,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.models import QuerySet
 
 from kjo_django import registry
-from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
+from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import StorageError
@@ -320,4 +320,4 @@ def tick_job(row: Schedule, tick: datetime, id: str, *, begins_at: datetime | No
         expires_at=tick + timedelta(seconds=row.expires_after) if row.expires_after else None,
         headers={names.SCHEDULED_FOR: tick.astimezone(UTC).isoformat()},
     )
-    return JobDefinition(handler, options).build(row.payload)
+    return unsaved_job(JobDefinition(handler, options), row.payload)

@@ -38,11 +38,6 @@ class JobRow:
     """The id as messages write it."""
 
     @classmethod
-    def of(cls, job: Job) -> JobRow:
-        """Return what would be read of this job."""
-        return cls.read([getattr(job, name) for name in COLUMNS])
-
-    @classmethod
     def read(cls, values: Sequence[Any]) -> JobRow:
         """Return a row of the values of ``COLUMNS``."""
         complete = [*values, str(values[0])]
@@ -51,6 +46,11 @@ class JobRow:
     def columns(self) -> dict[str, Any]:
         """Return the columns' values by name."""
         return {name: getattr(self, name) for name in COLUMNS}
+
+
+def row_of(job: Job) -> JobRow:
+    """Return what would be read of this job."""
+    return JobRow.read([getattr(job, name) for name in COLUMNS])
 
 
 COLUMNS = tuple(name for name in JobRow.__slots__ if name != "id_text")

@@ -24,14 +24,15 @@ from kjo_django.engine.handler.call import call_step
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import storing
-from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.enqueue.definition import JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import EnqueueResult, Queue
+from kjo_django.patterns.queue.client import unsaved_job as unsaved_queue_job
 from kjo_django.runtime import current_runtime, jobs_database
-from kjo_django.store.rows import JobRow
+from kjo_django.store.rows import row_of
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
@@ -148,16 +149,16 @@ def perform(
     """
     if isinstance(job, Queue):
         (value,) = payload
-        row = job.build("test", value, **fields)
+        row = unsaved_queue_job(job, "test", value, **fields)
     else:
-        row = job.build(dict(*payload, **fields))
+        row = unsaved_job(job, dict(*payload, **fields))
     delivery = _delivery_of(row)
     if delivery.problem is not None:
         raise delivery.problem
     if delivery.handler is None:
         raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
     watch = TimeoutWatch()
-    one = Attempt(delivery, row=JobRow.of(row), number=attempt, limit=row.max_attempts)
+    one = Attempt(delivery, row=row_of(row), number=attempt, limit=row.max_attempts)
     try:
         call_step(current_runtime(), watch, [one])
     finally:

@@ -86,7 +86,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.steps: list[WorkflowStep] = []
-        self.is_planned = False
+        self.is_planned: bool = False
         """Whether the steps were taken to be stored: one that came later would be lost."""
 
     def check_open(self) -> None:
@@ -121,51 +121,6 @@ class Graph:
         self.steps.append(added)
         return added
 
-    def plan(self, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
-        """Return the stages, each behind those that it waits for. Nothing is written.
-
-        :param on_failure: of the steps that declare none.
-        :raises ValueError: steps wait for one another in a circle.
-        :raises TypeError: the function of a step does not take the step's arguments.
-        :raises PayloadError: the payload of a step cannot be serialized or is too large.
-        """
-        followers: list[list[int]] = [[] for _ in self.steps]
-        for step in self.steps:
-            for number in step.required:
-                followers[number].append(step.number)
-        # Of siblings the same set: a hundred thousand equal ones would be compared with each other.
-        alike: dict[Any, Any] = {}
-        stages: list[PlannedStage] = []
-        place_of: dict[int, int] = {}
-        found: dict[tuple[Any, ...], int] = {}
-        for step in self._in_order(followers):
-            argument, key, data = checked(step, runtime)
-            handler = step.job.handler
-            queue = step.job.options.queue or handler.options.queue
-            required, waiting = (
-                alike.setdefault(each, each)
-                for each in (frozenset(step.required), tuple(followers[step.number]))
-            )
-            source = step.source.number if argument and step.source is not None else None
-            policy = step.on_failure or on_failure
-            # Equal sets are one object by now.
-            kind = (handler.name, queue, policy, argument, source, id(required), id(waiting))
-            if kind not in found:
-                found[kind] = len(stages)
-                row = WorkflowStage(
-                    handler=handler.name, queue=queue, on_failure=policy, argument=argument
-                )
-                if source is not None:
-                    row.source = stages[place_of[source]].row
-                places = {place_of[number] for number in required}
-                stages.append(PlannedStage(row, step.job, places, bool(waiting)))
-            place_of[step.number] = found[kind]
-            stages[found[kind]].steps.append((step.job.options, key, data))
-        for stage in stages:
-            stage.row.step_count = len(stage.steps)
-        self.is_planned = True
-        return stages
-
     def _in_order(self, followers: Sequence[Sequence[int]]) -> Iterator[WorkflowStep]:
         """Yield the steps, each behind those that it waits for."""
         left = [len(step.required) for step in self.steps]
@@ -180,6 +135,52 @@ class Graph:
             circle = [step for step in self.steps if left[step.number]]
             names = ", ".join(map(str, circle[:5])) + (", …" if len(circle) > 5 else "")
             raise ValueError(f"Steps wait for one another in a circle: {names}")
+
+
+def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
+    """Return the stages of a graph, each behind those that it waits for. Nothing is written.
+
+    :param on_failure: of the steps that declare none.
+    :raises ValueError: steps wait for one another in a circle.
+    :raises TypeError: the function of a step does not take the step's arguments.
+    :raises PayloadError: the payload of a step cannot be serialized or is too large.
+    """
+    followers: list[list[int]] = [[] for _ in graph.steps]
+    for step in graph.steps:
+        for number in step.required:
+            followers[number].append(step.number)
+    # Of siblings the same set: a hundred thousand equal ones would be compared with each other.
+    alike: dict[Any, Any] = {}
+    stages: list[PlannedStage] = []
+    place_of: dict[int, int] = {}
+    found: dict[tuple[Any, ...], int] = {}
+    for step in graph._in_order(followers):
+        argument, key, data = checked(step, runtime)
+        handler = step.job.handler
+        queue = step.job.options.queue or handler.options.queue
+        required, waiting = (
+            alike.setdefault(each, each)
+            for each in (frozenset(step.required), tuple(followers[step.number]))
+        )
+        source = step.source.number if argument and step.source is not None else None
+        policy = step.on_failure or on_failure
+        # Equal sets are one object by now.
+        kind = (handler.name, queue, policy, argument, source, id(required), id(waiting))
+        if kind not in found:
+            found[kind] = len(stages)
+            row = WorkflowStage(
+                handler=handler.name, queue=queue, on_failure=policy, argument=argument
+            )
+            if source is not None:
+                row.source = stages[place_of[source]].row
+            places = {place_of[number] for number in required}
+            stages.append(PlannedStage(row, step.job, places, bool(waiting)))
+        place_of[step.number] = found[kind]
+        stages[found[kind]].steps.append((step.job.options, key, data))
+    for stage in stages:
+        stage.row.step_count = len(stage.steps)
+    graph.is_planned = True
+    return stages
 
 
 def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
@@ -486,7 +487,7 @@ class Workflow:
         if not self.graph.steps:
             raise ValueError(f"The workflow {self.name} has no steps")
         runtime = current_runtime()
-        stages = self.graph.plan(runtime, self.on_failure)
+        stages = plan(self.graph, runtime, self.on_failure)
         now = timezone.now()
         deadline = self.deadline
         if isinstance(deadline, timedelta):

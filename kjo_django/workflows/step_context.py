@@ -15,7 +15,14 @@ from kjo_django.models import Job, WorkflowEdge, WorkflowStage
 from kjo_django.runtime import Runtime
 from kjo_django.states import FINAL, JobState
 from kjo_django.store.rows import FollowerRow
-from kjo_django.workflows.definition import Graph, PlannedStage, WorkflowStep, checked, step_of
+from kjo_django.workflows.definition import (
+    Graph,
+    PlannedStage,
+    WorkflowStep,
+    checked,
+    plan,
+    step_of,
+)
 
 READ_FIRST, READ_MOST = 50, 5000
 """Results that are in memory at once: at first, and at most, where they are small."""
@@ -119,12 +126,12 @@ class WorkflowContext:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Any,  # a Runtime: handlers are given this object and make none
         stage_id: UUID,
         facts: StageFacts,
         source: tuple[Any, ...] | None,
     ) -> None:
-        self._runtime = runtime
+        self._runtime: Runtime = runtime
         self._facts = facts
         self._source = source
         self.stage_id = stage_id
@@ -234,7 +241,7 @@ class WorkflowContext:
         :raises ValueError: they wait for one another in a circle.
         """
         if self._graph is not None:
-            self.added = self._graph.plan(self._runtime, self._facts.on_failure)
+            self.added = plan(self._graph, self._runtime, self._facts.on_failure)
 
     def _read(
         self, step: JobDefinition[..., Any] | str | None, columns: tuple[str, ...], **condition: Any

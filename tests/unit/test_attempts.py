@@ -17,7 +17,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.headers import read_message
 from kjo_django.models import Job
 from kjo_django.runtime import current_runtime
-from kjo_django.store.rows import COLUMNS, JobRow
+from kjo_django.store.rows import COLUMNS, JobRow, row_of
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
 from tests.unit.deliveries import Silent
@@ -64,7 +64,7 @@ def delivery(*, deliveries: int = 1, is_foreign: bool = False, **told) -> Delive
 
 def row(**columns) -> JobRow:
     job = JobFactory.build(**{"state": "queued", "max_attempts": 3, **columns})
-    return JobRow.of(job)
+    return row_of(job)
 
 
 def verdict(one: Delivery, of: JobRow | None, *, is_fresh: bool = True) -> tuple | str:

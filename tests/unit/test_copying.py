@@ -17,7 +17,7 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from kjo_django import tracing
-from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.enqueue.definition import JobDefinition, unsaved_job
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
@@ -89,9 +89,9 @@ def assert_alike(definition: JobDefinition, payloads: list[dict[str, Any]]) -> N
 
     copied = stored_by(enqueue)
     assert copied == stored_by(lambda: by_insert(enqueue))
-    assert copied == stored_by(lambda: store([definition.build(each) for each in payloads]))
+    assert copied == stored_by(lambda: store([unsaved_job(definition, each) for each in payloads]))
     assert copied == stored_by(
-        lambda: Job.objects.bulk_create([definition.build(each) for each in payloads])
+        lambda: Job.objects.bulk_create([unsaved_job(definition, each) for each in payloads])
     )
     ids = [f"{number}\t\\N" for number in range(len(payloads))]
     named = stored_by(lambda: definition.enqueue_many(payloads, ids=ids))

@@ -17,7 +17,7 @@ from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceede
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.runtime import current_runtime
 from kjo_django.store import store_for
-from kjo_django.store.rows import JobRow
+from kjo_django.store.rows import row_of
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench
@@ -36,7 +36,7 @@ def outcome_of(job: Job, ending: Ending = Ending.COMPLETED, **facts) -> Attempt:
     record = Record(sent.topic, 0, 5, sent.key, sent.value, dict(sent.headers))
     delivery = Bench().read(record)
     defaults = {"number": job.attempts + 1, "started_at": timezone.now()}
-    return Attempt(delivery, ending, row=JobRow.of(job), **{**defaults, **facts})
+    return Attempt(delivery, ending, row=row_of(job), **{**defaults, **facts})
 
 
 def a_job(**columns) -> Job:
@@ -120,7 +120,7 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
     done, plans = [outcome_of(a_job(lease_token="mine"))], []
     first = done[0].delivery
     for job in jobs[:200]:
-        done.append(Attempt(first, Ending.COMPLETED, 1, JobRow.of(job)))
+        done.append(Attempt(first, Ending.COMPLETED, 1, row_of(job)))
     for outcome in done:
         outcome.started_at = timezone.now()
 

@@ -11,7 +11,7 @@ from django.utils import timezone
 from kjo_django.models import DeadLetter, EventKey, Job, Lease, ProcessedEvent
 from kjo_django.store import store_for
 from kjo_django.store.base import Store
-from kjo_django.store.rows import Completion, JobRow, Place, Publication
+from kjo_django.store.rows import Completion, Place, Publication, row_of
 from tests.factories import DeadLetterFactory, JobFactory
 
 MINUTE = timedelta(minutes=1)
@@ -41,7 +41,7 @@ def test_rows_are_read_as_they_are_and_only_those_asked_for(store):
     with transaction.atomic():
         store.take_write_lock()
         (row,) = store.job_rows(ids(job), lock=True).values()
-    assert (row.columns(), row.id_text) == (JobRow.of(job).columns(), str(job.pk))
+    assert (row.columns(), row.id_text) == (row_of(job).columns(), str(job.pk))
 
 
 def test_markers_and_rows_come_together(store):
@@ -53,7 +53,7 @@ def test_markers_and_rows_come_together(store):
 
 def test_a_row_s_lease_is_taken_renewed_and_released_by_its_holder(store):
     job = JobFactory(queued=True)
-    row, now = JobRow.of(job), timezone.now()
+    row, now = row_of(job), timezone.now()
     assert store.take_row_leases([row], "me", now, now + MINUTE) == {job.pk}
     assert store.take_row_leases([row], "you", now, now + MINUTE) == set()
     for token, until in (("you", now), ("me", now + 2 * MINUTE)):
@@ -70,7 +70,7 @@ def test_completions_are_written_under_the_lease_they_need(store):
     mine, theirs = (JobFactory(queued=True, lease_token=token) for token in ("me", "you"))
     now = timezone.now()
     place = Place("topic", 1, 2, now)
-    done = [Completion(JobRow.of(job), 1, now, b"{}", place, 5000) for job in (mine, theirs)]
+    done = [Completion(row_of(job), 1, now, b"{}", place, 5000) for job in (mine, theirs)]
     with transaction.atomic():
         assert store.complete(done, now, token="me") == {mine.pk}
     mine.refresh_from_db()

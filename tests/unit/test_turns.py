@@ -22,7 +22,7 @@ from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
-from kjo_django.store.rows import JobRow
+from kjo_django.store.rows import row_of
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
@@ -395,7 +395,7 @@ def test_a_row_that_has_changed_in_any_way_since_it_was_judged_is_not_leased(mak
     now = timezone.now()
     old, new = now - timedelta(minutes=1), now + timedelta(minutes=1)
     job = JobFactory(queued=True, lease_token="dead", lease_expires_at=old)
-    row = JobRow.of(Job.objects.get())
+    row = row_of(Job.objects.get())
     # When
     Job.objects.update(**changed)
     # Then

@@ -39,7 +39,7 @@ from kjo_django.contrib.tasks.definition import (
 )
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
+from kjo_django.enqueue.definition import EnqueueOptions, dumped, make_unique, new_job
 from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import result_of
@@ -165,7 +165,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
     data = dumped(payload, JSON)
     job = new_job(options, declared, options.key or "", data, current_runtime())
     if any(getattr(options, name) is not None for name in UNIQUE):
-        unique_definition(task, options).make_unique(job, _arguments(task, args, kwargs))
+        make_unique(unique_definition(task, options), job, _arguments(task, args, kwargs))
     return job
 
 

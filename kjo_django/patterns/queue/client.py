@@ -115,7 +115,7 @@ class Queue:
         if max_attempts is not None and max_retries is not None:
             raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
         self.name = name
-        self.job_type = f"queue:{name}"
+        self.job_type: str = f"queue:{name}"
         if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
             longest = MAX_TYPE_LENGTH - len("queue:")
             raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
@@ -268,12 +268,7 @@ class Queue:
         :raises JobExistsError: there is a job of this id, and ``on_conflict`` is ``raise``.
         """
         refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
-        return self._store(self.build(id, payload, **options), retry_failed)
-
-    def build(self, id: str, payload: Any, **options: Any) -> Job:
-        """Return the unsaved row of a job; everything is validated here, before any write."""
-        refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.build")
-        return self._builder.build(id, payload, **options)
+        return self._store(self._builder.build(id, payload, **options), retry_failed)
 
     def enqueue_and_wait(
         self,
@@ -465,6 +460,12 @@ class Queue:
 
 
 # --- The rows of its jobs -------------------------------------------------------------------------
+
+
+def unsaved_job(queue: Queue, id: str, payload: Any, **options: Any) -> Job:
+    """Return the unsaved row of a queue's job; everything is validated here, before any write."""
+    refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
+    return queue._builder.build(id, payload, **options)
 
 
 class JobBuilder:

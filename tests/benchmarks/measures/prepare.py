@@ -12,7 +12,7 @@ from django.db import connection
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.enqueue.definition import JobDefinition, unsaved_job
 from kjo_django.enqueue.storing import record_of
 from kjo_django.models import Job
 from kjo_django.states import JobState
@@ -55,7 +55,7 @@ def fill(workload: str, count: int, is_published: bool, partitions: int, topics:
     with _publishing(topics, partitions) as publish:
         for start in chunks:
             wanted = payloads(workload, min(CHUNK, count - start), start)
-            jobs = [definition.build(payload) for payload in wanted]
+            jobs = [unsaved_job(definition, payload) for payload in wanted]
             if is_published:
                 for job in jobs:
                     job.state, job.queued_at = JobState.QUEUED, job.created_at
