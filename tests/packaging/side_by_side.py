@@ -14,4 +14,4 @@ INSTALLED_APPS = [
     "kjo_django",
     "tests.ledger",
 ]
-KJO = {"SERVICE_NAME": "shop"}
+KJO = {"SERVICE_NAME": "shop", "HEARTBEAT_INTERVAL": 2}  # a killed worker counts as dead after 6 s
