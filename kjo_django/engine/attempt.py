@@ -76,6 +76,8 @@ class Delivery:
         self.permitted_at: float = 0.0
         self.permit_until: float = 0.0
         """Between these moments (monotonic) it may start without another permit of its rates."""
+        self.is_limited = False
+        """Whether it may start only as long as its permit, or its slot, is its own."""
         self.slot_until: float = 0.0
         """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it
         has none."""
@@ -120,11 +122,6 @@ class Delivery:
             self.shard = (record.topic, record.key)
         else:
             self.shard = (*record.position, queue.consumer_group)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it may start only as long as its permit, or its slot, is its own."""
-        return self.permit_until > 0.0 or self.slot_until > 0.0
 
 
 def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:

@@ -74,6 +74,7 @@ class Delivery(Protocol):
     permitted_at: float
     permit_until: float
     slot_until: float
+    is_limited: bool
     prepared_from: float
     held_until: float
 
@@ -289,6 +290,7 @@ class Limiter:
             grace = min(limit.rate.grace for limit in rates if limit.rate is not None)
             delivery.permitted_at = ended + seconds
             delivery.permit_until = began + seconds + grace
+            delivery.is_limited = True
             # What is to start by the time that it is prepared, is prepared now.
             is_soon = seconds <= self._preparation + AT_ONCE and not crowded
             waits[delivery] = Wait(slowest, 0.0 if is_soon else seconds)
@@ -313,6 +315,7 @@ class Limiter:
         sure = min(ttl, self._leases.alive_ttl).total_seconds() / 2
         for delivery, is_taken in zip(asking, taken, strict=True):
             delivery.slot_until = began + sure if is_taken else 0.0
+            delivery.is_limited = True
             if not is_taken:
                 waits[delivery] = Wait(limited[delivery][0], LEAD)
                 delivery.permitted_at = delivery.permit_until = 0.0
