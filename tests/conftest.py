@@ -34,6 +34,14 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     return report
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests have told (``record_property("told", …)``), wherever they ran."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "told":
+                terminalreporter.write_line(str(value))
+
+
 def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 

@@ -22,6 +22,8 @@ ENVIRONMENT = re.compile(r"^(python3 -m venv|\. \.venv|pip install)")
 SLOW = 120
 """Seconds until what a page promises for the next moment must be there."""
 
+MAIL = re.compile(r"`(EMAIL_BACKEND = [^`]+)`")
+"""Where mails go, for projects that were not begun with Django 6.1."""
 DIED = """python manage.py shell -c '
 from kjo_django.models import DeadLetter
 assert DeadLetter.objects.exists()'"""
@@ -37,6 +39,8 @@ class Reader:
         self.python = python
         self.path = path
         self.shown = ""
+        self.terminal = folder / "second-terminal"
+        """What the worker prints."""
         self._worker: subprocess.Popen[bytes] | None = None
         self._is_consuming = False
 
@@ -86,13 +90,19 @@ class Reader:
             "PYTHONPATH": str(self.path or ""),
         }
 
+    @property
+    def has_mailers(self) -> bool:
+        """Whether the project was begun by a Django that has ``MAILERS``."""
+        return "MAILERS" in (self.folder / "mysite" / "settings.py").read_text()
+
     def consume(self) -> None:
         """Start the worker of the second terminal."""
         self._is_consuming = True
         command = [self.python, "manage.py", "kjo_consume", "--status-interval", "0"]
-        self._worker = subprocess.Popen(
-            command, cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL
-        )
+        with self.terminal.open("ab") as terminal:
+            self._worker = subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdout=terminal, stderr=terminal
+            )
 
     def end(self) -> None:
         if self._worker is not None:
@@ -108,14 +118,16 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader.end()
 
 
-def test_the_tutorial_works_as_it_is_written(reader: Reader) -> None:
+def follow_the_tutorial(reader: Reader) -> None:
+    """Type the page, and look for what it promises."""
     text = TUTORIAL.read_text().partition("## Move to Kafka")[0]
     for before, language, code in BLOCK.findall(text):
+        if (mail := MAIL.search(before)) and not reader.has_mailers:
+            reader.write("mysite/settings.py", f"{mail[1]}\n")
         if language == "sh":
             reader.run(code)
         else:
             reader.write(re.findall(r"`([\w/]+\.py)`", before)[-1], code)
-    # Then it has shown what it promises
     assert "ada@example.com paid 12.50" in reader.shown
     assert "5872.8150 euros" in reader.shown  # (12.50 + 7.00 + 500 x 10.00) x 1.17
     assert re.search(r"shop\.convert_order +\S+ +502 +502 completed", reader.shown)
@@ -124,3 +136,17 @@ def test_the_tutorial_works_as_it_is_written(reader: Reader) -> None:
         "from shop.models import Receipt\n"
         'assert Receipt.objects.filter(text="bob@example.com paid 7.00").exists()\''
     )
+    # And the next order's mail is printed in the worker's terminal
+    reader.run(
+        "python manage.py shell -c '\n"
+        "from shop.models import Order\n"
+        'Order.objects.create(email="dora@example.com", total="3.00")\''
+    )
+    ends = time.monotonic() + SLOW
+    while "To: dora@example.com" not in reader.terminal.read_text():
+        assert time.monotonic() < ends, reader.terminal.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def test_the_tutorial_works_as_it_is_written(reader: Reader) -> None:
+    follow_the_tutorial(reader)
