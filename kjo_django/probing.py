@@ -45,6 +45,18 @@ def answer_within(timeout: float, ask: Callable[[], T], *, share: Hashable = Non
     return answer.result()
 
 
+def is_timeout(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, is that no answer came in time.
+
+    Clients of servers have classes of their own for it, so it is known by its name.
+    """
+    while error is not None:
+        if "Timeout" in type(error).__name__:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _answer(answer: Future[Any], ask: Callable[[], Any]) -> None:
     try:
         answer.set_result(ask())

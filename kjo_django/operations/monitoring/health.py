@@ -29,7 +29,7 @@ from kjo_django.models import Job, MetricBucket
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
-from kjo_django.probing import answer_within
+from kjo_django.probing import answer_within, is_timeout
 from kjo_django.runtime import (
     Runtime,
     current_runtime,
@@ -47,7 +47,14 @@ TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 SCHEDULES = "schedules"
 
-ASK_AGAIN = "It may be well all the same: ask again with more time."
+MORE_TIME = "ask again with more time: manage.py kjo_health --timeout 30."
+ASK_AGAIN = f"It may be well all the same: {MORE_TIME}"
+SILENCE = (
+    "It is not known whether it is stopped, overloaded or cut off: look at the server and the "
+    f"network, or {MORE_TIME} Workers wait for it; do not restart them."
+)
+"""What to do about a server that gave no answer at all, as one that refuses a connection does."""
+UNKNOWN = "This could not be found out: put right what the error names, then ask again."
 LEAST_EXECUTIONS = 10
 """Below this many in the window a failure rate says nothing."""
 
@@ -119,7 +126,7 @@ def health(
         check = checks.get(probe.name) or _unchecked(probe, found)
         if check is None and asked_at.get(probe.name, deadline) < deadline:
             detail = f"timed out: no answer within {deadline - asked_at[probe.name]:.1f} s"
-            check = Check(probe.name, False, detail, probe.fix if probe.asks_servers else ASK_AGAIN)
+            check = Check(probe.name, False, detail, SILENCE if probe.asks_servers else ASK_AGAIN)
         found[probe.name] = check or Check(probe.name, None, "not checked: the time was up")
     return list(found.values())
 
@@ -128,8 +135,16 @@ def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
     try:
         ok, detail, fix = probe.ask(thresholds, seconds)
     except Exception as error:
-        return Check(probe.name, False, f"{type(error).__name__}: {error}", probe.fix)
+        return Check(probe.name, False, f"{type(error).__name__}: {error}", _remedy(probe, error))
     return Check(probe.name, ok, detail, fix if ok else fix or probe.fix)
+
+
+def _remedy(probe: _Probe, error: BaseException) -> str:
+    """Return what to do about a probe that ended with an error: it has not found what it looks for,
+    so its own advice holds only where it looks for a server or for settings."""
+    if is_timeout(error):
+        return SILENCE if probe.asks_servers else ASK_AGAIN
+    return probe.fix if probe.asks_servers or probe.name == SETTINGS else UNKNOWN
 
 
 def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
@@ -184,6 +199,11 @@ def _settings(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    # Half of the time: a database that does not answer must not hide what is known of the rest.
+    return answer_within(timeout / 2, _look_at_database)
+
+
+def _look_at_database() -> tuple[bool, str, str]:
     connection = connections[jobs_database()]
     connection.ensure_connection()
     # Only here: a worker that starts needs nothing of it.
@@ -217,7 +237,7 @@ def missing_tables(timeout: float = 2.0) -> str:
 
 
 def _coordination(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    return True, get_coordination().probe(timeout), ""
+    return True, get_coordination().probe(timeout / 2), ""
 
 
 def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -229,7 +249,7 @@ def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]
         try:
             found.append(f"{alias}: {get_transport(alias).probe(share)}")
         except (KjoError, ImproperlyConfigured) as error:
-            return False, f"{alias}: {error}", ""
+            return False, f"{alias}: {error}", SILENCE if is_timeout(error) else ""
     return True, "; ".join(found), ""
 
 

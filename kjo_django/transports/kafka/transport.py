@@ -240,7 +240,11 @@ class KafkaTransport(Transport):
         except KafkaException as error:
             # It may have forgotten its brokers (librdkafka#5301).
             self._admin_client = None
-            raise PublishError(f"Kafka does not answer: {describe(error)}") from error
+            met, text = self._refusals.last_error, describe(error)
+            if met is None or met.startswith("_TIMED_OUT"):
+                raise PublishError(f"Kafka does not answer: {text}") from TimeoutError(text)
+            # Why a connection was refused or a name not resolved says more than that it failed.
+            raise PublishError(f"Kafka does not answer: {text} ({met})") from error
         brokers = sorted(f"{each.host}:{each.port}" for each in metadata.brokers.values())
         return f"Kafka, {len(brokers)} broker(s): {', '.join(brokers)}"
 

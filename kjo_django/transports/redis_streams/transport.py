@@ -41,6 +41,7 @@ from redis.exceptions import RedisError, ResponseError
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import from_json, to_json
+from kjo_django.probing import answer_within
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -220,9 +221,13 @@ class RedisStreamsTransport(Transport):
             }
 
     def probe(self, timeout: float) -> str:
-        """Return the version of what answered. The timeout is that of the cache's connections."""
+        """Return the version of what answered."""
         with self._asking() as client:
-            info = client.info("server")
+            try:
+                info = answer_within(timeout, lambda: client.info("server"))
+            except TimeoutError as error:
+                text = f"Redis does not answer by the cache {self._cache!r}: {error}"
+                raise PublishError(text) from error
         version = info.get("valkey_version") or info.get("redis_version", "?")
         return f"Redis {version} by the cache {self._cache!r}"
 
