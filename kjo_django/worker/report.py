@@ -1,4 +1,4 @@
-"""What a worker writes at its start, and its status report: as text or as JSON lines."""
+"""What processes write at their start, and a worker's status report: as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from django.utils import timezone
 from django.utils.timesince import timesince
 
 from kjo_django.messages.serializers import one_line
-from kjo_django.runtime import transport_class
+from kjo_django.runtime import Runtime, transport_class
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from _typeshed import SupportsWrite
 
 
@@ -124,9 +126,10 @@ class StatusReporter:
 
     def announce(self) -> None:
         """Write what was started, in three lines or as one JSON object."""
-        facts = start_of(self._worker)
-        text = json.dumps({"event": "started", **facts}) if self._as_json else _announcement(facts)
-        self._out.write(text + "\n")
+        worker = self._worker
+        facts, queues = start_of(worker), ", ".join(queue.name for queue in worker.queues)
+        what = f"Consuming {queues or 'no queues'} with {worker.concurrency} lanes as {worker.name}"
+        announce(self._out, what, facts, as_json=self._as_json)
 
     def report_if_due(self) -> None:
         """Write when it is time and something has happened."""
@@ -155,21 +158,41 @@ PACKAGES = (
 
 def start_of(worker: Worker) -> dict[str, Any]:
     """Return what a worker serves, and with which versions: no address and no secret."""
-    runtime = worker.runtime
-    transports = {queue.transport for queue in worker.queues}
     return {
         "worker": worker.name,
-        "service": runtime.service,
-        "release": runtime.settings.release,
         "queues": [queue.name for queue in worker.queues],
         "concurrency": worker.concurrency,
         "relays": worker.is_relaying,
         "stores_schedules": worker.ticker is not None,
+        **surroundings(worker.runtime, {queue.transport for queue in worker.queues}),
+    }
+
+
+def surroundings(runtime: Runtime, transports: Iterable[str]) -> dict[str, Any]:
+    """Return what a process works with, and its versions: no address and no secret.
+
+    :param transports: aliases of those that it uses.
+    """
+    return {
+        "service": runtime.service,
+        "release": runtime.settings.release,
         "database": connections[runtime.database].settings_dict["ENGINE"],
         "transports": {name: transport_class(name).__name__ for name in sorted(transports)},
         "coordination": type(runtime.coordination).__name__,
         "versions": _versions(),
     }
+
+
+def announce(
+    out: SupportsWrite[str], what: str, facts: dict[str, Any], *, as_json: bool = False
+) -> None:
+    """Write that a process has started, in three lines or as one JSON object.
+
+    :param what: what it serves, as a sentence without its full stop.
+    :param facts: ``surroundings``, and for JSON more.
+    """
+    text = json.dumps({"event": "started", **facts}) if as_json else _announcement(what, facts)
+    out.write(text + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -180,18 +203,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _announcement(facts: dict[str, Any]) -> str:
+def _announcement(what: str, facts: dict[str, Any]) -> str:
     release = f", release {facts['release']}" if facts["release"] else ""
     duties = {"relays": "relays jobs", "stores_schedules": "stores the jobs of schedules"}
     backends = (
         f"database: {facts['database']}",
         *(f"transport {name}: {kind}" for name, kind in facts["transports"].items()),
         f"coordination: {facts['coordination']}",
-        *(text for name, text in duties.items() if facts[name]),
+        *(text for name, text in duties.items() if facts.get(name)),
     )
     lines = (
-        f"Consuming {', '.join(facts['queues']) or 'no queues'} with {facts['concurrency']} lanes "
-        f"as {facts['worker']}. Stop with Ctrl-C.",
+        f"{what}. Stop with Ctrl-C.",
         f"Service {facts['service']}{release}; {'; '.join(backends)}",
         ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 
 import pytest
 from django.core.management import CommandError, call_command
 
+from kjo_django.management.commands import kjo_schedule
 from kjo_django.models import Job, Schedule
 from tests.schedules.conftest import scheduled, ticks_of
 
@@ -79,3 +81,34 @@ def test_once(clock):
     clock.advance(61)
     assert run("--once") == "Stored 1 jobs.\n"
     assert len(ticks_of()) == 1
+
+
+@pytest.fixture
+def stopped_at_once(monkeypatch):
+    """The duty's thread, as one whose start is also the signal to stop."""
+    monkeypatch.setattr(kjo_schedule.DutyThread, "start", lambda self: signal.raise_signal(15))
+    monkeypatch.setattr(kjo_schedule.DutyThread, "join", lambda self, timeout: None)
+
+
+def test_at_its_start_it_says_what_it_serves(clock, stopped_at_once, settings):
+    """Given schedules in code, more than one line should hold."""
+    many = {
+        f"s-{n:02}": {"job": "shop.clean", "payload": {"days": n}, "every": 60} for n in range(12)
+    }
+    settings.KJO = {"SERVICE_NAME": "shop", "SCHEDULES": many}
+    # When it is started
+    first, second, third, last = run().splitlines()
+    # Then it names the first ten, and what it works with.
+    assert first.startswith("Storing the jobs of all schedules; those in code: s-00, s-01, ")
+    assert first.endswith("s-09 and 2 more. Stop with Ctrl-C.")
+    assert second.startswith("  Service shop; database: django.db.backends.")
+    assert third.startswith("  Python ")
+    assert last == "Stored 0 jobs."
+
+
+def test_without_schedules_in_code_it_says_so(clock, stopped_at_once):
+    assert "those in code: none. Stop" in run()
+
+
+def test_as_json_it_prints_one_object(clock, stopped_at_once):
+    assert json.loads(run("--json")) == {"action": "worked", "stored": 0}

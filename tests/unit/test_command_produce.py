@@ -7,12 +7,14 @@ import json
 import signal
 import threading
 
+import django
 import pytest
 from django.core.management import CommandError, call_command
 
 from kjo_django.exceptions import CoordinationError
 from kjo_django.management.commands.kjo_produce import read_criteria
 from kjo_django.models import Job
+from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.items.producer import ProduceResult, produce_every
 from kjo_django.runtime import close_backends, get_transport
 from tests.items.models import Item
@@ -170,10 +172,53 @@ def test_sigterm_ends_the_interval(monkeypatch):
         ItemProducer, "on_success", lambda self, id: signal.raise_signal(15) or original(self, id)
     )
     try:
-        assert "1 sent" in run(PRODUCER, "--interval", "60")
+        lines = run(PRODUCER, "--interval", "60").splitlines()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert "1 sent" in lines[3]
+    # And what is sent where was said before.
+    assert lines[0] == f"Sending items of {PRODUCER} to items every 60 s. Stop with Ctrl-C."
+    assert "transport default: MemoryTransport; coordination: " in lines[1]
+
+
+@pytest.fixture
+def stopped_at_once(monkeypatch):
+    """A relay that is stopped as soon as it runs; handlers of signals are as before."""
+    before = {number: signal.getsignal(number) for number in (15, 2, signal.SIGUSR2)}
+    monkeypatch.setattr(Relay, "run", lambda self: signal.raise_signal(15))
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_relay_says_what_it_serves_with_which_versions(stopped_at_once, settings):
+    """Given queues of which one publishes with the job's transaction."""
+    settings.KJO = {
+        "SERVICE_NAME": "shop",
+        "RELEASE": "v7",
+        "QUEUES": {"ledger": {}, "mails": {"transport": "tables"}},
+        "TRANSPORTS": {
+            **settings.KJO["TRANSPORTS"],
+            "tables": {"BACKEND": "kjo_django.transports.database.DatabaseTransport"},
+        },
+    }
+    # When the relay of two is started
+    first, second, third, last = run("ledger", "mails").splitlines()
+    # Then it names the one that it relays, beside that of messages, and what it works with.
+    assert first == "Relaying ledger, outgoing. Stop with Ctrl-C."
+    assert second.startswith("  Service shop, release v7; database: django.db.backends.")
+    assert "; transport default: MemoryTransport; coordination: " in second
+    assert "tables" not in second
+    assert f"Django {django.get_version()}" in third
+    assert last == "Stopped after 0 messages."
+
+
+def test_the_start_of_the_relay_is_json_where_that_is_asked_for(stopped_at_once):
+    started = json.loads(run("ledger", "--json").splitlines()[0])
+    assert (started["event"], started["queues"]) == ("started", ["ledger", "outgoing"])
+    assert started["transports"] == {"default": "MemoryTransport"}
+    assert started["versions"]["Django"] == django.get_version()
 
 
 def test_a_relay_that_runs_once_fails_when_the_broker_is_away():

@@ -26,6 +26,8 @@ from kjo_django.management.commands._shared import (
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
+from kjo_django.runtime import current_runtime
+from kjo_django.worker.report import announce, surroundings
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
@@ -55,7 +57,7 @@ class Command(ParsedCommand):
         add("--limit", type=positive, default=100, help="Most items of one run.")
         add("--type", default="new", help="The messages' type.")
         add("--interval", type=seconds, help="Seconds from run to run; once if not given.")
-        add("--json", action="store_true", help="One JSON object for each run.")
+        add("--json", action="store_true", help="One JSON object for each run; the relay's start.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the producer named, or else the relay."""
@@ -68,7 +70,7 @@ class Command(ParsedCommand):
             elif options["criteria"] or options["interval"]:
                 raise ValueError("--criteria and --interval go with a producer.")
             else:
-                self._relay(options["names"], options["once"])
+                self._relay(options["names"], options["once"], options["json"])
 
     def _producer(self, names: list[str]) -> AbstractProducer | None:
         """Return the producer named, None where queues are."""
@@ -89,7 +91,7 @@ class Command(ParsedCommand):
 
     # --- The relay --------------------------------------------------------------------------------
 
-    def _relay(self, queues: list[str], once: bool) -> None:
+    def _relay(self, queues: list[str], once: bool, as_json: bool) -> None:
         for name in queues:
             try:
                 known_queue(name, also=[OUTGOING])
@@ -115,7 +117,11 @@ class Command(ParsedCommand):
             return
         for number in STOP:
             signal.signal(number, lambda *_: relay.stop())
-        self.stdout.write("Relaying. Stop with Ctrl-C.")
+        what, runtime = f"Relaying {', '.join(relay.queues)}", current_runtime()
+        used = {runtime.settings.queue(name).transport for name in relay.queues}
+        facts = {"queues": relay.queues, **surroundings(runtime, used)}
+        announce(self.stdout, what, facts, as_json=as_json)
+        self.stdout.flush()
         relay.run()
         self.stdout.write(f"Stopped after {relay.published_count} messages.")
 
@@ -148,6 +154,11 @@ class Command(ParsedCommand):
             stopping = threading.Event()
             for number in STOP:
                 signal.signal(number, lambda *_: stopping.set())
+            if not options["json"]:  # there each line is a run
+                runtime, path, topic = current_runtime(), path_of(type(producer)), producer.target
+                what = f"Sending items of {path} to {topic.topic} every {options['interval']:g} s"
+                announce(self.stdout, what, surroundings(runtime, {topic.transport}))
+                self.stdout.flush()
             produce_every(
                 options["interval"],
                 producer,

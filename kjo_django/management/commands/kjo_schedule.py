@@ -13,15 +13,19 @@ from kjo_django.models import Schedule
 from kjo_django.operations import schedules
 from kjo_django.runtime import current_runtime
 from kjo_django.schedules import celery_beat, shown
+from kjo_django.schedules.declarations import declared
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.values import did_you_mean
 from kjo_django.worker.duties import DutyThread
+from kjo_django.worker.report import announce, surroundings
 from kjo_django.worker.supervisor import stop_on_signals
 
 IMPORT = "import-celery-beat"
 CHANGES = {"pause": schedules.pause, "resume": schedules.resume, "run": schedules.run_now}
 ACTIONS = ("list", "next", *sorted(CHANGES), IMPORT)
 ACTOR = "kjo_schedule"
+MOST_NAMED = 10
+"""Schedules that the line at the start names."""
 
 
 class Command(KjoCommand):
@@ -63,7 +67,7 @@ class Command(KjoCommand):
         """Carry out the action, or work until stopped."""
         action, names = options["action"], options["names"]
         if action is None:
-            return self._work(once=options["once"]), True
+            return self._work(options["once"], options["json"]), True
         if action == IMPORT:
             jobs = dict(_pair(each) for each in options["jobs"])
             taken = celery_beat.take_over(
@@ -80,7 +84,7 @@ class Command(KjoCommand):
         is_ok = schedules.ScheduleResult.BROKEN not in outcomes.counts
         return {"action": action, "outcomes": outcomes.counts}, is_ok
 
-    def _work(self, *, once: bool) -> dict[str, Any]:
+    def _work(self, once: bool, as_json: bool) -> dict[str, Any]:
         runtime = current_runtime()
         ticker = Ticker(runtime)
         if once:
@@ -90,7 +94,12 @@ class Command(KjoCommand):
         stopping = threading.Event()
         restore = stop_on_signals(stopping)
         thread = DutyThread(runtime, "kjo-schedules", [ticker])
-        self.stdout.write("Storing the jobs of schedules. Stop with Ctrl-C.")
+        if not as_json:  # which is one object, at the end
+            names = sorted(declared(runtime.settings))
+            rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            what = "Storing the jobs of all schedules; those in code: "
+            what += (", ".join(names[:MOST_NAMED]) or "none") + rest
+            announce(self.stdout, what, surroundings(runtime, ()))
         self.stdout.flush()
         thread.start()
         try:
