@@ -1,5 +1,6 @@
 """Fixtures of every test."""
 
+import uuid
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -44,6 +45,24 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(
+    request: pytest.FixtureRequest, django_db_modify_db_settings_parallel_suffix: None
+) -> Iterator[None]:
+    """With ``--engine mariadb`` the tests that ask for Django's own test database have it there."""
+    # Not imported above: pytest rewrites the assertions of a plugin that nobody has imported.
+    from tests.databases import led_to, on_mariadb
+    from tests.settings import database
+
+    if not on_mariadb(request.config):
+        yield
+        return
+    server = request.getfixturevalue("mariadb_server")
+    name = f"kjo_django_{uuid.uuid4().hex[:12]}"
+    with led_to({**database(server.url), "NAME": name, "TEST": {"NAME": name}}):
+        yield
 
 
 @pytest.fixture(autouse=True)

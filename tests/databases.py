@@ -22,6 +22,30 @@ from kjo_django.transports.database.transport import forget_groups
 from tests.settings import database as settings_of
 
 DEFAULT = "default"
+OPTION = "--engine"
+ELSEWHERE = ("postgres", "mariadb", "kafka")
+"""Marks of tests that name their servers themselves."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        OPTION,
+        choices=["mariadb"],
+        help="run here what runs on SQLite; leave out tests that name another server",
+    )
+
+
+def on_mariadb(config: pytest.Config) -> bool:
+    """Whether MariaDB takes the place of SQLite in this run."""
+    return config.getoption(OPTION) == "mariadb"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not on_mariadb(config):
+        return
+    left_out = [item for item in items if any(map(item.get_closest_marker, ELSEWHERE))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @contextmanager
@@ -85,9 +109,15 @@ def _migrated_mariadb(
 
 
 @pytest.fixture
-def sqlite_file(_migrated_file: Path, django_db_blocker: Any, tmp_path: Path) -> Iterator[Path]:
-    """``default`` is a fresh SQLite file; its path."""
+def sqlite_file(
+    request: pytest.FixtureRequest, _migrated_file: Path, django_db_blocker: Any, tmp_path: Path
+) -> Iterator[Path]:
+    """``default`` is a fresh SQLite file; its path. With ``--engine mariadb``: see `mariadb`."""
     path = tmp_path / "db.sqlite3"
+    if on_mariadb(request.config):
+        request.getfixturevalue("mariadb")
+        yield path
+        return
     shutil.copyfile(_migrated_file, path)
     with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
         yield path

@@ -18,7 +18,7 @@ from psycopg import sql
 
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
-from tests.databases import empty_mariadb
+from tests.databases import empty_mariadb, on_mariadb
 from tests.settings import database as database_settings
 
 
@@ -95,8 +95,13 @@ def database_url(
 
 
 @pytest.fixture
-def embedded(sqlite_template: Path, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
-    """The default: no server, everything in a SQLite file."""
+def embedded(
+    request: pytest.FixtureRequest, sqlite_template: Path, tmp_path: Path, django_db_blocker: Any
+) -> Iterator[Engine]:
+    """The default: no server, everything in a SQLite file; or see ``--engine``."""
+    if on_mariadb(request.config):
+        yield request.getfixturevalue("mariadb")
+        return
     path = tmp_path / "kjo.sqlite3"
     shutil.copyfile(sqlite_template, path)
     with django_db_blocker.unblock(), Engine(Servers(f"sqlite:///{path}"), tmp_path) as engine:

@@ -21,7 +21,7 @@ def needed(what: str, path: Path | None) -> Path:
 
 
 def find_redis() -> Path | None:
-    return _on_path("redis-server") or _on_path("valkey-server")
+    return _named("KJO_TEST_REDIS_SERVER") or _on_path("redis-server") or _on_path("valkey-server")
 
 
 def find_postgres() -> Path | None:
