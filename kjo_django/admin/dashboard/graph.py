@@ -90,8 +90,8 @@ class Form(NamedTuple):
         return self.width if self.is_upright else self.height
 
 
-LYING = Form("lying", 186, 52, 54, 14, 24)
-UPRIGHT = Form("upright", 150, 52, 34, 14, 19, is_upright=True)
+LYING = Form("lying", 186, 52, 54, 14, 22)
+UPRIGHT = Form("upright", 150, 52, 34, 14, 17, is_upright=True)
 UPRIGHT_LAYER = 2
 """Most nodes of a layer in a drawing that is also made upright, for narrow screens."""
 
