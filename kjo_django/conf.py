@@ -303,6 +303,12 @@ class Settings:
         "Coroutines of atomic=False handlers a worker runs at once, for each queue without a "
         "concurrency of its own; MAX_OUTSTANDING bounds them too.",
     )
+    async_ramp_up: int = option(
+        whole(1),
+        100,
+        "Coroutines of atomic=False handlers of one queue that a worker starts each second, at "
+        "most a tenth of them at once, besides two for each that has completed.",
+    )
     relay_batch_size: int = option(
         whole(1), 1000, "Most rows the relay publishes at once; twice that of a backlog."
     )

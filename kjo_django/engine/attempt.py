@@ -68,6 +68,8 @@ class Delivery:
         """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled: bool = False
         """Whether its outcome is durable and acknowledged: it is not to run again."""
+        self.took: float | None = None
+        """Seconds that its coroutine ran; None: it ended with an error, or has not run."""
         self.is_orphan = self.was_permitted = False
         """Whether it was being run when a worker died, and next runs in a group of its own; and
         whether its limits have let it start: it comes before others of its key that wait."""

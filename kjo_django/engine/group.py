@@ -643,6 +643,7 @@ class Pipeline:
                 # Not on the loop: a back-off of somebody's own may take its time.
                 for attempt in some:
                     failures.judge(self._runtime, attempt)
+                    attempt.delivery.took = attempt.seconds if attempt.error is None else None
                 back = set(self._settle(some))
                 self.limiter.keep_places(back)
             except Exception:

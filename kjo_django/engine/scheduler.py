@@ -34,6 +34,10 @@ CONCURRENT_GROUP = 1000
 WORTH_A_LANE = 0.005
 """Seconds of run time. Less work than this is not worth another lane: its wake-up, its leases and
 its transaction cost about as much."""
+RAMP_INTERVAL = 0.1
+"""Seconds between looks at whether more coroutines may start while none ends."""
+SLOW_BY = 0.1
+"""Seconds more than twice the quickest that a coroutine may take for reasons of the worker."""
 TIMED = (Mode.ATOMIC, Mode.PLAIN)
 """Modes in which the run times of a group's deliveries add up."""
 
@@ -55,6 +59,47 @@ class Group:
     deliveries: list[Delivery]
     mode: Mode
     queue: str
+
+
+class StartRamp:
+    """How many coroutines of a queue may start now, of as many as wait.
+
+    The number rises with those that complete: each lets two more start, so a server that answers
+    slowly is asked slowly. One that has failed, or has taken twice as long as the quickest of its
+    handler, lets one start: what it calls has enough to do. Besides, ``rate`` start a second, at
+    most a tenth of that at once: those of which none ends for long come to run together, too.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.room = 0.0
+        self._rate = rate
+        self._counted_at = -math.inf
+        self._quickest: dict[str, float] = {}
+        """Seconds that the quickest took since none ran, by handler."""
+
+    def count(self, now: float) -> int:
+        """Return how many may start now (monotonic)."""
+        least = max(1.0, self._rate * RAMP_INTERVAL)
+        if self.room < least:
+            self.room = min(least, self.room + self._rate * (now - self._counted_at))
+        self._counted_at = now
+        return int(self.room)
+
+    def end(self, deliveries: Collection[Delivery], running: int) -> None:
+        """Note that some have ended.
+
+        :param running: how many ran before. What nobody used of the room is forgotten with them, so
+            that many jobs after a quiet time begin slowly again.
+        """
+        for delivery in deliveries:
+            kind, took = delivery.kind, delivery.took
+            self.room += 1
+            if took is not None:
+                quickest = self._quickest[kind] = min(took, self._quickest.get(kind, took))
+                self.room += took <= 2 * quickest + SLOW_BY
+        self.room = min(self.room, max(2 * running, self._rate * RAMP_INTERVAL))
+        if len(deliveries) == running:
+            self._quickest.clear()
 
 
 class QueueLimit(NamedTuple):
@@ -84,6 +129,8 @@ class GroupScheduler:
         handler that has not run yet is expected to take.
     :param most: deliveries that are run to their end in all; None for any number.
     :param record_bytes: bytes of a value that count as one record.
+    :param ramp_up: coroutines of a queue that may start each second beside two for each that has
+        ended; None: all at once.
     """
 
     def __init__(
@@ -94,6 +141,7 @@ class GroupScheduler:
         budget: float,
         most: int | None = None,
         record_bytes: float = math.inf,
+        ramp_up: float | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._clock = clock
@@ -135,6 +183,10 @@ class GroupScheduler:
         """Groups that run, by queue."""
         self._coroutines: Counter[str] = Counter()
         """Coroutines that run, by queue."""
+        self._ramps: defaultdict[str, StartRamp] = defaultdict(lambda: StartRamp(ramp_up or 0))
+        self._has_ramps = ramp_up is not None
+        self._is_ramping = False
+        """Whether, when it was last looked, coroutines waited for those that run."""
         self._orphan: Delivery | None = None
         """The orphan that runs."""
         self._run_times: dict[str, float] = {}
@@ -184,6 +236,7 @@ class GroupScheduler:
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
         with self._startable:
             while not self.is_stopped:
+                self._is_ramping = False
                 while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
                     self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
                 for name in self._by_share() if self._is_weighted else list(self._ready):
@@ -196,6 +249,8 @@ class GroupScheduler:
                     return None
                 # Of the lanes that wait for a notification one waits for the first delayed key.
                 due = self._delayed[0][0] if self._delayed else math.inf
+                if self._is_ramping:
+                    due = min(due, now + RAMP_INTERVAL)
                 watches = due < self._watched_until
                 if watches:
                     self._watched_until = due
@@ -210,7 +265,10 @@ class GroupScheduler:
     def _is_lane_needed(self) -> bool:
         """Return whether another lane has something to take, or has to watch for delayed keys, now
         that this one is about to run a group."""
+        self._is_ramping = False
         if any(map(self._may_start, self._ready)):
+            return True
+        if self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until:
             return True
         return bool(self._delayed) and self._delayed[0][0] < self._watched_until
 
@@ -238,7 +296,7 @@ class GroupScheduler:
     def _may_start(self, name: ReadyName) -> bool:
         queue, is_concurrent, is_orphan, _ = name
         limit = self._limits.get(queue, NO_LIMIT)
-        return (
+        is_allowed = (
             bool(self._ready[name])
             and self._left > 0
             and queue not in self._paused
@@ -246,6 +304,10 @@ class GroupScheduler:
             and not (is_concurrent and self._coroutines[queue] >= limit.coroutines)
             and not (is_orphan and self._orphan is not None)
         )
+        if is_allowed and is_concurrent and self._has_ramps and not is_orphan:
+            is_allowed = self._ramps[queue].count(self._clock.monotonic()) > 0
+            self._is_ramping = self._is_ramping or not is_allowed
+        return is_allowed
 
     def _form_group(self, name: ReadyName) -> Group | None:
         """Take a group from a ready list; None if no key of the list may start now."""
@@ -260,6 +322,8 @@ class GroupScheduler:
             self._orphan, size = first, 1
         elif first.mode is Mode.CONCURRENT:
             size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
+            if self._has_ramps:
+                size = max(1, min(size, int(self._ramps[queue].room)))
         elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
             size = max(size, first.batch)
@@ -283,6 +347,7 @@ class GroupScheduler:
         self._groups[queue] += 1
         if group.mode is Mode.CONCURRENT:
             self._coroutines[queue] += count
+            self._ramps[queue].room -= count
         self._idle -= 1
         self.peak = max(self.peak, self.lanes - self._idle)
         return group
@@ -371,10 +436,13 @@ class GroupScheduler:
             keys: dict[object, list[Delivery]] = {}
             """The keys that are free now, and what of each has to run again."""
             deferred = set(deferred)
+            endings: defaultdict[str, list[Delivery]] = defaultdict(list)
+            """The coroutines that have ended, by queue."""
             for delivery in ended:
                 self._running.remove(delivery)
                 if delivery.mode is Mode.CONCURRENT:
-                    self._coroutines[self._keys[delivery.shard].queue] -= 1
+                    queue = self._keys[delivery.shard].queue
+                    endings[queue].append(delivery)
                 returned = keys.setdefault(delivery.shard, [])
                 if delivery in deferred:
                     self._left += 1
@@ -382,6 +450,9 @@ class GroupScheduler:
                         returned.append(delivery)
                         continue
                 self._held[delivery.subscription, delivery.place] -= delivery.weight
+            for queue, coroutines in endings.items():
+                self._ramps[queue].end(coroutines, self._coroutines[queue])
+                self._coroutines[queue] -= len(coroutines)
             for shard, returned in keys.items():
                 key = self._keys[shard]
                 key.waiting[:0] = returned

@@ -159,6 +159,7 @@ class Worker:
             budget=conf.group_budget.total_seconds(),
             most=max_messages,
             record_bytes=conf.max_outstanding_bytes / conf.max_outstanding,
+            ramp_up=conf.async_ramp_up,
             clock=runtime.clock,
         )
         self.scheduler.set_limits(self.controls.limits)

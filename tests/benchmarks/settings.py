@@ -13,6 +13,8 @@ INSTALLED_APPS = [*_INSTALLED, "tests.benchmarks"]
 # All that is not named here has its default: lanes, group sizes and intervals are what users get.
 KJO = {
     "SERVICE_NAME": "benchmarks",
+    # drain.async compares coroutines that run together with a loop that starts them all at once.
+    "ASYNC_RAMP_UP": 1_000_000,
     "QUEUES": {"ledger": {"topic": TOPIC, "consumer_group": f"{TOPIC}-group"}},
     "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
 }

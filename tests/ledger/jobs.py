@@ -76,6 +76,19 @@ async def sleep_async(seconds: float) -> str:
     return "slept"
 
 
+@job(queue="ledger", atomic=False, max_attempts=1)
+async def call_server(job: str, port: int) -> str:
+    """Open a connection of its own, ask, and wait ten seconds for the answer."""
+    import asyncio
+
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{job}\n".encode())
+        answer = await reader.readline()
+    writer.close()
+    return answer.decode().strip()
+
+
 @job(queue="ledger", takes_context=True)
 def write_attempt(context, job: str, fail_times: int = 0) -> dict:
     """Fail a number of times, having written something that must not stay; then succeed."""

@@ -162,6 +162,7 @@ WRONG = {
     "RETENTION_PROCESSED_EVENTS": [0],
     "RETENTION_METRICS": [0],
     "ASYNC_CONCURRENCY": [0, -1, "x", None],
+    "ASYNC_RAMP_UP": [0, -1, "x", None],
     "RELEASE": [None, 5, "x" * 101],
     "DEAD_LETTER_EXCEPTION_HEADERS": [0, "no", None],
     "REDACT": ["password", [""], None],

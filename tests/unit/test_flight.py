@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import timedelta
 from unittest import mock
 
@@ -15,8 +15,9 @@ from asgiref.sync import sync_to_async
 from django.db import IntegrityError, OperationalError, transaction
 
 from kjo_django import PermanentError, registry
+from kjo_django.clock import Clock
 from kjo_django.engine import recorder
-from kjo_django.engine.attempt import Mode
+from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
@@ -94,6 +95,7 @@ def test_the_slow_hold_up_nobody(configured, transport):
 def test_thousands_are_in_flight_at_once(configured):
     # Given more than one lane takes at a time, each waiting for all
     count, here, everybody = 1500, [], threading.Event()
+    configured.KJO = {**configured.KJO, "ASYNC_RAMP_UP": 1000}
 
     async def meet(number):
         here.append(number)
@@ -109,6 +111,26 @@ def test_thousands_are_in_flight_at_once(configured):
         wait_until(everybody.is_set)
         wait_until(settled)
     assert set(states()) == {"completed"}
+
+
+def test_starts_that_take_long_hold_up_none_that_runs(configured):
+    """A client of HTTP of one's own takes 20 ms to make: answers would wait for all of them."""
+    # Given coroutines whose starts keep the loop busy
+    moments = []
+
+    async def make_a_client_and_ask(number):
+        began = time.monotonic()
+        time.sleep(0.02)
+        await asyncio.sleep(0)  # the answer is there
+        moments.append(time.monotonic() - began)
+
+    configured.KJO = {**configured.KJO, "ASYNC_RAMP_UP": 100_000}
+    as_job(make_a_client_and_ask, atomic=False).enqueue_many([{"number": n} for n in range(50)])
+    # When they are all started together
+    with Running():
+        wait_until(settled)
+    # Then each has its answer after a few other starts, not after those of all
+    assert sorted(moments)[25] < 0.25
 
 
 def test_no_more_are_in_flight_than_the_queue_allows(configured):
@@ -449,6 +471,98 @@ def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
     assert lanes.take(timeout=0) is None
     lanes.finish_coroutines(first.deliveries[:1])
     assert len(lanes.take(timeout=0).deliveries) == 1
+
+
+class SetClock(Clock):
+    """A clock that goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+        self.monotonic = lambda: self.at
+
+
+def started(lanes: GroupScheduler) -> list[Delivery]:
+    """Start the coroutines that may start now."""
+    found = []
+    while (group := lanes.take(timeout=0)) is not None:
+        lanes.finish(group, started=set(group.deliveries))
+        found += group.deliveries
+    return found
+
+
+def test_many_coroutines_start_one_after_the_other():
+    # Given
+    clock = SetClock()
+    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=clock)
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    lanes.put([delivery(None)])
+    # Then only a few of them start at once, beside what is no coroutine
+    first = started(lanes)
+    assert Counter(one.mode for one in first) == {Mode.CONCURRENT: 10, Mode.ATOMIC: 1}
+    assert started(lanes) == []
+    # When time goes by, and none ends
+    for _ in range(10):
+        clock.at += 0.1
+        assert len(started(lanes)) == 10
+
+
+def ended(coroutines: list[Delivery], took: float | None) -> list[Delivery]:
+    for coroutine in coroutines:
+        coroutine.took = took
+    return coroutines
+
+
+def test_each_coroutine_that_completes_lets_two_start():
+    # Given
+    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=SetClock())
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    running = started(lanes)
+    # When all complete but one, again and again
+    numbers = []
+    for _ in range(4):
+        lanes.finish_coroutines(ended(running[1:], 1.0))
+        running = running[:1] + started(lanes)
+        numbers.append(len(running))
+    # Then
+    assert numbers == [19, 37, 73, 145]
+
+
+@pytest.mark.parametrize("took", [None, 2.2], ids=["failed", "slow"])
+def test_a_coroutine_whose_server_has_enough_to_do_lets_one_start(took):
+    # Given ten of which one took a second
+    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=SetClock())
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    running = started(lanes)
+    lanes.finish_coroutines(ended(running[:1], 1.0))
+    running = running[1:] + started(lanes)
+    assert len(running) == 11
+    # When the others fail, or take more than twice as long
+    lanes.finish_coroutines(ended(running[:-1], took))
+    # Then no more start than have ended
+    assert len(started(lanes)) == 10
+
+
+def test_after_a_quiet_time_coroutines_start_slowly_again():
+    # Given a hundred that have run together, and ended one by one
+    clock = SetClock()
+    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=1000, clock=clock)
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(100))
+    for coroutine in ended(started(lanes), 0.1):
+        lanes.finish_coroutines([coroutine])
+    clock.at += 3600
+    # When
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    # Then
+    assert len(started(lanes)) == 100
+
+
+def test_a_lane_wakes_up_for_the_next_coroutine():
+    # Given all that may start now started, and nothing that ends
+    lanes = GroupScheduler(1, group_size=10, budget=1.0, ramp_up=100)
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(30))
+    started(lanes)
+    # Then
+    assert lanes.take(timeout=10) is not None
 
 
 def test_a_flight_that_never_began_closes():

@@ -185,9 +185,12 @@ class LoopRunner:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
             spawn(sync_to_async(self._freshen)())
-            while self._waiting:
+            while self._waiting and not self.is_closed:
                 step = self._waiting.popleft()
                 spawn(self._run_step(step), step)
+                # One start for each turn of the loop: where a start takes long, as making a client
+                # of HTTP does, those that run get their answers meanwhile.
+                await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
 
