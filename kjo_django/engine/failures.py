@@ -600,7 +600,7 @@ def _unique_id(attempt: Attempt) -> dict[str, bytes]:
     return names.encode({names.UNIQUE_ID: row.unique_id})
 
 
-def first_place(record: Record) -> tuple[str, int, int]:
+def first_place(record: Record) -> tuple[str, int | None, int | None]:
     """Return topic, partition and offset of where a record was read before its retries and replays.
 
     This is what its headers claim. It is shown to people and nothing is decided by it.
@@ -608,7 +608,7 @@ def first_place(record: Record) -> tuple[str, int, int]:
     headers = record.headers
     topic = names.identifier(headers, names.DLQ_ORIGINAL_TOPIC, MAX_TOPIC)
     if not topic:
-        return record.position
+        return record.place
     return (
         topic,
         names.number(headers, names.DLQ_ORIGINAL_PARTITION, record.partition),
@@ -618,11 +618,12 @@ def first_place(record: Record) -> tuple[str, int, int]:
 
 def origin_headers(record: Record) -> dict[str, bytes]:
     """Return the headers that say where a record was read first."""
+    topic, partition, offset = record.place
     return names.encode(
         {
-            names.DLQ_ORIGINAL_TOPIC: record.topic,
-            names.DLQ_ORIGINAL_PARTITION: record.partition,
-            names.DLQ_ORIGINAL_OFFSET: record.offset,
+            names.DLQ_ORIGINAL_TOPIC: topic,
+            names.DLQ_ORIGINAL_PARTITION: partition,
+            names.DLQ_ORIGINAL_OFFSET: offset,
             names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
         }
     )

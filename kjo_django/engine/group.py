@@ -62,6 +62,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
 from kjo_django.transports.base import Subscription
+from kjo_django.workflows.countdown import Receiver
 
 logger = logging.getLogger("kjo_django")
 
@@ -89,6 +90,7 @@ class Pipeline:
     :param on_settled: where given, coroutines outside a transaction run on an event loop of their
         own: ``run`` returns while they do. It is called with the deliveries whose coroutines have
         ended, and those of them that are deferred.
+    :param receiver: runs steps that completions release, where it has room for them.
     :param on_thread: is called first in each thread that is started here.
     """
 
@@ -103,9 +105,11 @@ class Pipeline:
         on_pause: Callable[[Attempt], None] = lambda attempt: None,
         stopping: threading.Event | None = None,
         on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
+        receiver: Receiver | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
+        self._receiver = receiver
         self._runtime = runtime = leases.runtime
         self._worker = worker
         self._watch = watch
@@ -499,7 +503,7 @@ class Pipeline:
             leases = [attempt.delivery.lease for attempt in leased]
             is_released = self._leases.release_within(using, leases)
             recorded += completed
-            recorder.complete(self._runtime, completed, is_last=True)
+            recorder.complete(self._runtime, completed, receiver=self._receiver, is_last=True)
         if is_released:
             self._leases.forget(leases)
             for attempt in leased:
@@ -708,7 +712,8 @@ class Pipeline:
             try:
                 freshen_connections(is_own=self._is_workers)
                 self._watch.check()
-                recorder.record_completions(self._runtime, attempts, self._leases.token)
+                token, receiver = self._leases.token, self._receiver
+                recorder.record_completions(self._runtime, attempts, token, receiver)
                 break
             except Exception as error:
                 following = retry.after(error, using, "Endings cannot be recorded", len(attempts))

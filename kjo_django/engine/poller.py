@@ -85,10 +85,11 @@ class Poller:
         self._is_alone = is_alone
         self._on_error = on_error
         self._on_skipped = on_skipped
-        self._level = level
+        self.level = level
         self._queue_of = {queue.levels[level]: queue for queue in reversed(queues)}
         self._routes = {queue.name: registry.route_of(queue.name) for queue in queues}
-        self._queues = {queue.name: queue for queue in queues}
+        self.queues = {queue.name: queue for queue in queues}
+        """The queues whose topics it reads, by name."""
         self.topics = list(self._queue_of)
         """The topics it reads."""
         self._subscription: Subscription | None = None
@@ -249,13 +250,13 @@ class Poller:
             subscription.acknowledge([record])
             return None
         message, handler = found
-        if handler is not None and handler.options.queue in self._queues:
+        if handler is not None and handler.options.queue in self.queues:
             # Queues that share a topic: the handler tells them apart.
-            candidate = self._queues[handler.options.queue]
+            candidate = self.queues[handler.options.queue]
             queue = candidate if record.topic in candidate.levels.values() else queue
         delivery = Delivery(record, subscription, queue, service, message, handler)
-        if self._level or record.priority:
-            delivery.level = self._level or level_of(record.priority)
+        if self.level or record.priority:
+            delivery.level = self.level or level_of(record.priority)
         return delivery
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
@@ -285,8 +286,8 @@ class Poller:
         fetch, as ``plan_fetch`` does, and whether there is room for what is more urgent than what
         fills the rest."""
         assigned = subscription.assignment()
-        level, paused_queues = self._level, self._paused_queues
-        topics = {q.levels[level] for q in self._queues.values() if q.name in paused_queues}
+        level, paused_queues = self.level, self._paused_queues
+        topics = {q.levels[level] for q in self.queues.values() if q.name in paused_queues}
         held, occupied, paused = self._scheduler.load_of(subscription)
         unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
         max_records, full = plan_fetch(

@@ -28,8 +28,8 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store import Store
 from kjo_django.store.rows import Completion, JobRow, Place
-from kjo_django.transports.base import Record, Subscription
-from kjo_django.workflows.countdown import count_ended
+from kjo_django.transports.base import NOWHERE, Record, Subscription
+from kjo_django.workflows.countdown import Receiver, count_ended
 
 logger = logging.getLogger("kjo_django")
 
@@ -72,11 +72,14 @@ def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[At
         attempt.is_recorded = True
 
 
-def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: str) -> None:
+def record_completions(
+    runtime: Runtime, completed: Sequence[Attempt], token: str, receiver: Receiver | None = None
+) -> None:
     """Commit completions outside a transaction with their markers; those that have lost their row's
     lease are none any more.
 
     :param token: of the row leases.
+    :param receiver: as ``count_ended`` takes it.
     """
     store = runtime.store
     for attempt in completed:  # as before an earlier try, which was undone
@@ -96,7 +99,7 @@ def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: st
                 attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
                 attempt.announcements = ()
             attempt.is_marked = attempt.is_marked or attempt.key in fresh
-        written = complete(runtime, winners, token)
+        written = complete(runtime, winners, token, receiver=receiver)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
         for attempt in lost:
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.LEASE_LOST
@@ -110,12 +113,14 @@ def complete(
     attempts: Sequence[Attempt],
     token: str | None = None,
     *,
+    receiver: Receiver | None = None,
     is_last: bool = False,
 ) -> set[Any]:
     """Record completions of jobs in one statement, inside the caller's transaction; of a workflow's
     steps, release what has waited for them.
 
     :param token: of a row lease that must still be held; those who lost it are refused.
+    :param receiver: as ``count_ended`` takes it.
     :param is_last: the caller does nothing more but commit, and what it would do about a refusal is
         nothing either: the commit may go along with the statement.
     :returns: the ids of the jobs recorded.
@@ -131,7 +136,7 @@ def complete(
             attempt.number,
             attempt.started_at,
             attempt.result,
-            _place_of(row, attempt.delivery.record) if row.state in _AWAITING else None,
+            _place_of(row, attempt.delivery.record),
             attempt.result_ttl,
         )
         for attempt in attempts
@@ -152,6 +157,7 @@ def complete(
             [(step.stage_id, id, JobState.COMPLETED) for _, step, id in ended],
             [step for _, step, _ in ended],
             announce=announcements.append,
+            receiver=receiver,
             is_last=is_last,
         )
     return written
@@ -179,11 +185,14 @@ def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:
         )
 
 
-def _place_of(job: JobRow, record: Record) -> Place:
-    """Return where the message was and since when.
+def _place_of(job: JobRow, record: Record) -> Place | None:
+    """Return where the message was and since when, if the relay has not written that yet; None
+    also of a step that was handed over, which has not been published.
 
     The message at hand is the one the row speaks of: an earlier one would not have run.
     """
+    if job.state not in _AWAITING or record.partition == NOWHERE:
+        return None
     # Some clocks are read to the millisecond only: nothing is published before it is there.
     since = max(record.timestamp or job.created_at, job.created_at)
     return Place(record.topic, record.partition, record.offset, since)
@@ -192,9 +201,8 @@ def _place_of(job: JobRow, record: Record) -> Place:
 def publication(attempt: Attempt) -> dict[str, Any]:
     """Return the columns that say where the message was, if the relay has not written them yet."""
     job = attempt.row
-    if job is None or job.state not in _AWAITING:
-        return {}
-    return _place_of(job, attempt.delivery.record)._asdict()
+    place = None if job is None else _place_of(job, attempt.delivery.record)
+    return {} if place is None else place._asdict()
 
 
 def acknowledge_within(attempts: Sequence[Attempt]) -> None:

@@ -229,6 +229,16 @@ class GroupScheduler:
             if has_new_key:
                 self._startable.notify()
 
+    def room(self, queue: str, place: TopicPartition) -> int:
+        """Return how many deliveries of this queue and partition would start at once if they were
+        added when the caller's group has ended; none while any delivery waits for a lane."""
+        with self._startable:
+            is_held = self._paused_until.get(place, 0.0) > self._clock.monotonic()
+            if self.waiting or self.is_stopped or is_held or queue in self._paused:
+                return 0
+            free = self._limits.get(queue, NO_LIMIT).groups - self._groups[queue]
+            return int(min(min(self._idle, free) + 1, self._left))
+
     # --- Taking -----------------------------------------------------------------------------------
 
     def take(self, timeout: float | None = None) -> Group | None:

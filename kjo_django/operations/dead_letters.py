@@ -64,7 +64,7 @@ from kjo_django.operations.rows import (
 from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.transports.base import NOWHERE, OutgoingRecord, Record
 from kjo_django.workflows.countdown import give_up
 
 PREVIEW_LIMIT = 1000
@@ -686,8 +686,6 @@ class Replayer:
 
 # --- Running a message in this process ------------------------------------------------------------
 
-NOWHERE = -1
-"""The partition and offset of a message that was read from no topic."""
 SKIPPED = Ending.SKIPPED.value
 NOT_RUN = (Ending.DEFERRED.value, SKIPPED)
 """Endings without a run: a worker holds the message, or no handler here takes it."""

@@ -431,10 +431,11 @@ class Store:
                 rows[required].followers.append(FollowerRow(*follower))
         return list(rows.values())
 
-    def write_advance(self, advance: Advance, *, is_last: bool = False) -> None:
+    def write_advance(self, advance: Advance, *, is_last: bool = False) -> list[DueJob]:
         """Write what follows from steps that have ended, under the locks of their workflows.
 
         :param is_last: the caller does nothing more but commit: the commit may go along.
+        :returns: the steps that were leased.
         """
         if advance.ended:
             stages = WorkflowStage.objects.using(self.alias).filter(pk__in=advance.ended)
@@ -442,11 +443,25 @@ class Store:
         if advance.met:
             edges = WorkflowEdge.objects.using(self.alias).filter(pk__in=advance.met)
             edges.update(is_met=True)
+        leased = self._release_leased(advance) if advance.lease is not None else []
         if advance.released:
             jobs = Job.objects.using(self.alias).filter(stage__in=advance.released)
             transition("release", jobs, available_at=Greatest("available_at", advance.now))
         for workflow in advance.workflows:
             workflow.save(using=self.alias, update_fields=WORKFLOW_COLUMNS)
+        return leased
+
+    def _release_leased(self, advance: Advance) -> list[DueJob]:
+        assert advance.lease is not None
+        token, until = advance.lease
+        jobs = Job.objects.using(self.alias)
+        steps = jobs.filter(stage__in=advance.reserved, state=JobState.WAITING, key="")
+        due = steps.filter(priority=None, available_at__lte=advance.now)
+        leased = [DueJob._make(row) for row in due.values_list(*DueJob._fields)]
+        rows = jobs.filter(pk__in=[job.id for job in leased])
+        changes = {"lease_token": token, "lease_expires_at": until}
+        transition("release", rows, available_at=advance.now, **changes)
+        return leased
 
     # --- New jobs ---------------------------------------------------------------------------------
 
@@ -517,7 +532,7 @@ class Store:
     def _first_due(
         self, rows: QuerySet[Job, Any], order: Sequence[str], limit: int, small: int | None = None
     ) -> QuerySet[Job, Any]:
-        """Return the first of these rows that await publishing.
+        """Return the first of these rows that await publishing: no worker has a lease in them.
 
         :param small: the columns of due jobs and the length of each payload are returned, but no
             payload that is longer than this; None for the columns of ``rows``.
@@ -527,7 +542,8 @@ class Store:
             sized = rows.annotate(size=Length("payload"))
             small_payload = Case(When(size__lte=small, then="payload"))
             rows = sized.annotate(small_payload=small_payload).values_list(*names, "size")
-        return rows.filter(_AWAITING_PUBLISH).order_by(*order)[:limit]
+        free = rows.exclude(lease_expires_at__gt=timezone.now())
+        return free.filter(_AWAITING_PUBLISH).order_by(*order)[:limit]
 
     def _loaded(self, rows: Iterable[Sequence[Any]], max_bytes: int) -> list[DueJob]:
         """Return due jobs of rows that end with the length of their payload, and have none where it

@@ -370,9 +370,12 @@ class PostgresStore(Store):
         """Read all in one statement."""
         return _stage_rows(self._execute(_STAGES, _stage_parameters(ids)))
 
-    def write_advance(self, advance: Advance, *, is_last: bool = False) -> None:
+    def write_advance(self, advance: Advance, *, is_last: bool = False) -> list[DueJob]:
         """Write all in one round trip, and commit in it if it is the last."""
         statements: list[_Statement] = []
+        if advance.lease is not None:
+            rows = [advance.now, *advance.lease, array_text(advance.reserved), advance.now]
+            statements.append((_RELEASE_LEASED, rows))
         if advance.ended:
             statements.append((_END_STAGES, [advance.now, array_text(advance.ended)]))
         if advance.met:
@@ -382,8 +385,10 @@ class PostgresStore(Store):
         for workflow in advance.workflows:
             values = [getattr(workflow, name) for name in WORKFLOW_COLUMNS]
             statements.append((_UPDATE_WORKFLOW, [*values, workflow.pk]))
-        if statements:
-            self._execute_all(statements, is_last=is_last)
+        found = self._execute_all(statements, is_last=is_last) if statements else []
+        if advance.lease is None:
+            return []
+        return self._with_headers(DueJob._make(row) for row in found[0])
 
     # --- New jobs ---------------------------------------------------------------------------------
 
@@ -446,14 +451,17 @@ class PostgresStore(Store):
         """Execute a constant statement: building one by the ORM takes several times as long as the
         database takes to answer."""
         parameters = [max_bytes // limit, list(queues), list(without_topics), array_text(without)]
-        rows = self._execute(_DUE, [*parameters, timezone.now(), limit])
-        due = self._loaded(rows, max_bytes)
+        now = timezone.now()
+        rows = self._execute(_DUE, [*parameters, now, now, limit])
+        return self._with_headers(self._loaded(rows, max_bytes))
+
+    def _with_headers(self, jobs: Iterable[DueJob]) -> list[DueJob]:
         connection = connections[self.alias]
         return [
             job._replace(headers=_read_headers(job.headers, None, connection))
             if job.headers is not None
             else job
-            for job in due
+            for job in jobs
         ]
 
     def next_due(
@@ -463,7 +471,7 @@ class PostgresStore(Store):
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Execute a constant statement."""
-        parameters = [list(queues), list(without_topics), array_text(without)]
+        parameters = [list(queues), list(without_topics), array_text(without), timezone.now()]
         return next((due for (due,) in self._execute(_NEXT, parameters)), None)
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
@@ -730,6 +738,15 @@ UPDATE kjo_job SET state = '{states.RESULT_OF["release"]}',
 WHERE stage_id = ANY(%s::uuid[])
     AND CASE WHEN state = '{states.TRANSITIONS["release"][0]}' THEN true ELSE false END
 """  # noqa: S608 - names of states
+# In front of the one above, which releases what has not been leased here.
+_RELEASE_LEASED = f"""
+UPDATE kjo_job SET state = '{states.RESULT_OF["release"]}',
+    available_at = %s, lease_token = %s, lease_expires_at = %s
+WHERE stage_id = ANY(%s::uuid[]) AND CASE
+    WHEN state = '{states.TRANSITIONS["release"][0]}' AND key = '' AND priority IS NULL
+        AND available_at <= %s THEN true ELSE false END
+RETURNING {", ".join(DueJob._fields)}
+"""  # noqa: S608 - names of states and columns
 _UPDATE_WORKFLOW = f"""
 UPDATE kjo_workflow SET {", ".join(f"{name} = %s" for name in WORKFLOW_COLUMNS)} WHERE id = %s
 """  # noqa: S608 - names of columns
@@ -747,7 +764,8 @@ _WAITING = f"""FROM kjo_job
 WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
     AND array_position(%s::text[], CASE WHEN
         array_position(%s::text[], destination::text) IS NULL THEN queue::text END) IS NOT NULL
-    AND id NOT IN (SELECT unnest(%s::uuid[]))"""
+    AND id NOT IN (SELECT unnest(%s::uuid[]))
+    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)"""
 _DUE_COLUMNS = ", ".join(DueJob._fields).replace(
     "payload", "CASE WHEN length(payload) <= %s THEN payload END"
 )

@@ -127,6 +127,7 @@ class FollowerRow(NamedTuple):
     edge_id: int
     id: UUID
     queue: str
+    handler: str
     on_failure: str
     finished_at: datetime | None
     argument: str
@@ -165,6 +166,11 @@ class Advance:
     met: list[int]
     """Edges that are met."""
     released: list[UUID]
-    """Stages whose steps wait no longer; the relay publishes them."""
+    """Stages whose steps wait no longer; the relay publishes those that are not reserved."""
     workflows: Sequence[Workflow] = ()
     """Workflows whose state and numbers are written."""
+    reserved: list[UUID] = field(default_factory=list)
+    """Those of the released stages whose steps are leased with their release, but for steps that
+    have a key or a priority, or are due later."""
+    lease: tuple[str, datetime] | None = None
+    """The token of the worker that runs them, and until when no relay publishes them."""

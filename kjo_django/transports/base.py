@@ -131,6 +131,14 @@ class Record:
         """Topic, partition and offset."""
         return (self.topic, self.partition, self.offset)
 
+    @property
+    def place(self) -> tuple[str, int | None, int | None]:
+        """Topic, partition and offset; only the topic of a record that was read from none."""
+        return self.position if self.partition != NOWHERE else (self.topic, None, None)
+
+
+NOWHERE = -1
+"""The partition and the offset of a record that comes from no topic."""
 
 RevokedCallback = Callable[[Sequence[TopicPartition], bool], None]
 """Called inside ``poll`` or ``close`` with the partitions taken away and whether they were *lost*.

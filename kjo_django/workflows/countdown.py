@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime
 from functools import partial
 from operator import add
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 from django.db import transaction
@@ -31,12 +31,12 @@ from django.utils import timezone
 
 from kjo_django import models, signals
 from kjo_django.conf import QueueConf
-from kjo_django.enqueue.storing import after_commit, channel_of, dispatch_jobs, is_transactional
+from kjo_django.enqueue.storing import RELAY_CHANNEL, after_commit, dispatch_jobs, is_transactional
 from kjo_django.enqueue.waiting import workflow_channel
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import OPEN_WORKFLOWS, JobState, OnFailure, WorkflowState
-from kjo_django.store.rows import Advance, FollowerRow, StageRow, StepCounts
+from kjo_django.store.rows import Advance, DueJob, FollowerRow, StageRow, StepCounts
 from kjo_django.workflows.definition import insert
 from kjo_django.workflows.step_context import (
     StageFacts,
@@ -59,12 +59,29 @@ RELEASED_TOGETHER = 500
 """Jobs whose messages are made at once."""
 
 
+class Receiver(Protocol):
+    """A worker that runs steps which it has released itself."""
+
+    def room(self, queue: str, handler: str) -> int:
+        """Return how many steps of this handler would start at once if they were released now."""
+        ...
+
+    def lease(self) -> tuple[str, datetime]:
+        """Return the lease that is written into the rows of steps that the worker takes."""
+        ...
+
+    def put(self, steps: Sequence[DueJob]) -> object:
+        """Run these steps: they were leased, and that is committed."""
+        ...
+
+
 def count_ended(
     runtime: Runtime,
     ended: Iterable[tuple[UUID, UUID, str]],
     running: Iterable[WorkflowContext] = (),
     *,
     announce: Announce | None = None,
+    receiver: Receiver | None = None,
     is_last: bool = False,
 ) -> None:
     """Count steps that have ended, and release what waited for them, inside the transaction that
@@ -75,12 +92,14 @@ def count_ended(
     :param announce: takes the calls that send the signals of what this ends, for a caller that
         makes them once the commit is certain; by default they are made by ``on_commit``, which a
         COMMIT that is not answered loses.
+    :param receiver: the caller's worker, where it may run released steps itself; it is handed them
+        by a call that ``announce`` takes.
     :param is_last: the caller does nothing more but commit: the commit may go along with the last
         statement.
     """
     changes = [(stage, job, CHANGES[state]) for stage, job, state in ended]
     added = [context for context in running if context.added]
-    _count(runtime, changes, added, announce, is_last=is_last)
+    _count(runtime, changes, added, announce, receiver, is_last=is_last)
 
 
 def count_reopened(runtime: Runtime, reopened: Iterable[tuple[UUID, UUID, str]]) -> None:
@@ -101,6 +120,7 @@ def _count(
     changes: Sequence[tuple[UUID, UUID, StepCounts]],
     added: Sequence[WorkflowContext] = (),
     announce: Announce | None = None,
+    receiver: Receiver | None = None,
     *,
     is_last: bool = False,
 ) -> None:
@@ -125,7 +145,9 @@ def _count(
         workflows = {facts[stage].workflow_id for stage in notable}
         again = {facts[stage].workflow_id for stage, _, change in changes if change.open > 0}
         advance = _Advance(
-            runtime, workflows, again, totals, () if added else notable, announce=announce
+            *(runtime, workflows, again, totals, () if added else notable),
+            announce=announce,
+            receiver=receiver,
         )
         advance.run(notable, added, is_last=is_last)
 
@@ -161,7 +183,7 @@ class _Advance:
     :param totals: changes of rows of counts, made before the workflows are locked.
     :param stages: those that ``run`` begins with, where nothing changes before it.
     :param gives_up: whether what waits for a failed step to be repeated is cancelled.
-    :param announce: as in ``count_ended``.
+    :param announce: as in ``count_ended``, and so is ``receiver``.
     """
 
     def __init__(
@@ -174,9 +196,11 @@ class _Advance:
         *,
         gives_up: bool = False,
         announce: Announce | None = None,
+        receiver: Receiver | None = None,
     ) -> None:
         self._runtime = runtime
         self._announce = announce
+        self._receiver = receiver
         self._again = again
         self._cancels = {OnFailure.CANCEL, OnFailure.HOLD} if gives_up else {OnFailure.CANCEL}
         self._using = runtime.database
@@ -186,6 +210,9 @@ class _Advance:
         self._released: set[UUID] = set()
         """Workflows in which this releases steps."""
         self._unwritten = Advance(self._now, [], [], [])
+        self._released_count = self._reserved_count = 0
+        """How many steps ``_unwritten`` releases for the relay or the worker, and how many of them
+        for the worker."""
 
     def run(
         self,
@@ -221,8 +248,13 @@ class _Advance:
         self._write(is_last=is_last)
 
     def _write(self, *, is_last: bool = False) -> None:
-        self._runtime.store.write_advance(self._unwritten, is_last=is_last)
-        self._unwritten = Advance(self._now, [], [], [])
+        unwritten, self._unwritten = self._unwritten, Advance(self._now, [], [], [])
+        leased = self._runtime.store.write_advance(unwritten, is_last=is_last)
+        if leased and self._receiver is not None:
+            _announcing(self._runtime, self._announce)(partial(self._receiver.put, leased))
+        if len(leased) < self._released_count:
+            after_commit(self._using, RELAY_CHANNEL)
+        self._released_count = self._reserved_count = 0
 
     def _note_ends(self, rows: Sequence[StageRow]) -> bool:
         """Note which stages have ended, and which have begun again; return whether what was read of
@@ -269,19 +301,32 @@ class _Advance:
 
     def _release(self, stages: Iterable[tuple[StageRow, FollowerRow]]) -> None:
         """Send the steps of stages on their way."""
-        by_queue: dict[str, list[UUID]] = {}
+        by_queue: dict[str, list[FollowerRow]] = {}
         for required, stage in stages:
             remember_follower(required.id, stage)
             if stage.finished_at is None:  # else all steps were cancelled while they waited
-                by_queue.setdefault(stage.queue, []).append(stage.id)
+                by_queue.setdefault(stage.queue, []).append(stage)
                 self._released.add(required.workflow_id)
-        for name, ids in by_queue.items():
-            queue = self._runtime.settings.queue(name)
+        for name, found in by_queue.items():
+            queue, ids = self._runtime.settings.queue(name), [stage.id for stage in found]
             if is_transactional(queue):
                 _publish_released(self._runtime, queue, ids, self._now)
             else:
                 self._unwritten.released += ids
-                after_commit(self._using, channel_of(queue))
+                self._released_count += sum(stage.step_count for stage in found)
+                self._reserve(found)
+
+    def _reserve(self, stages: Iterable[FollowerRow]) -> None:
+        """Lease the steps of those stages that this worker would start at once."""
+        receiver = self._receiver
+        if receiver is None:
+            return
+        for stage in stages:
+            count = self._reserved_count + stage.step_count
+            if count <= receiver.room(stage.queue, stage.handler):
+                self._reserved_count = count
+                self._unwritten.reserved.append(stage.id)
+                self._unwritten.lease = receiver.lease()
 
     def _note_state(self, workflow: models.Workflow) -> None:
         """Note where a workflow is now."""

@@ -221,6 +221,7 @@ def common(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
     """Return what a log record that concerns a delivery says in its ``extra``; never a payload."""
     message, record = delivery.message, delivery.record
+    topic, partition, offset = record.place
     handler = delivery.kind or (message.type if message is not None else "")
     return {
         "job_id": (message.job_id or message.id) if message is not None else "",
@@ -228,7 +229,7 @@ def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
         "queue": delivery.queue.name,
         "attempt": attempt,
         "message_id": message.id if message is not None else "",
-        "topic": record.topic,
-        "partition": record.partition,
-        "offset": record.offset,
+        "topic": topic,
+        "partition": partition,
+        "offset": offset,
     }

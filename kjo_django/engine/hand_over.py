@@ -1,0 +1,130 @@
+"""Steps of workflows that are run by the worker that has released them.
+
+The transaction that releases a step leases its row to the worker, so no relay publishes it. Once
+the commit is certain, the step's delivery is put into the worker's scheduler, beside those that
+were polled, and goes their way. Nothing is to be acknowledged: the row is all there is. Should the
+worker die, freeze or defer the step, the lease expires, and a relay publishes the row like any
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from kjo_django import registry
+from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.handler.connections import drop_broken_connections
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.recorder import OUTAGES
+from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.enqueue import storing
+from kjo_django.limits.rules import is_limited
+from kjo_django.store.rows import DueJob
+from kjo_django.transports.base import NOWHERE, NoSubscription, Record, TopicPartition
+
+logger = logging.getLogger("kjo_django")
+
+
+class HandOver(NoSubscription):
+    """The subscription of the steps that a worker has handed over to itself.
+
+    The token of a record is the id of its job. Each is this worker's for ``RECORD_LEASE``, as a
+    record is that a transport leases.
+
+    :param leases: the worker's, whose token the leases in rows bear.
+    :param scheduler: takes the deliveries.
+    """
+
+    def __init__(self, leases: LeaseBook, scheduler: GroupScheduler) -> None:
+        self._runtime, self._token = leases.runtime, leases.token
+        self._scheduler = scheduler
+        self._pollers: dict[str, Poller] = {}
+        self._held: dict[UUID, float] = {}
+        """The steps that have not ended, and until when each is leased (monotonic)."""
+
+    def serve(self, poller: Poller) -> None:
+        """Take steps of the queues of a poller, which reads their records, if it reads those that
+        have no priority."""
+        if not poller.level:
+            self._pollers |= dict.fromkeys(poller.queues, poller)
+
+    def room(self, queue: str, handler: str) -> int:
+        """Return how many steps of this handler would start at once if the caller's transaction
+        released them; 0 if they have limits, or if this worker cannot run them."""
+        found, conf = registry.find(handler), self._runtime.settings.queue(queue)
+        if found is None or queue not in self._pollers or is_limited(self._runtime, found, conf):
+            return 0
+        return self._scheduler.room(queue, TopicPartition(conf.topic, NOWHERE))
+
+    def lease(self, seconds: float = 0.0) -> tuple[str, datetime]:
+        """Return what is written into the rows of the steps: the worker's token, and until when no
+        relay publishes them.
+
+        :param seconds: for how much longer than usual.
+        """
+        lasts = self._runtime.settings.record_lease + timedelta(seconds=seconds)
+        return self._token, self._runtime.clock.now() + lasts
+
+    def put(self, steps: Sequence[DueJob]) -> None:
+        """Let steps run that a committed transaction has leased to this worker."""
+        now, deliveries = self._runtime.clock.now(), []
+        self._hold([step.id for step in steps])
+        for step in steps:
+            queue = self._runtime.settings.queue(step.queue)
+            sent = storing.record_of(step, queue, service=self._runtime.service)
+            record = Record(
+                *(sent.topic, NOWHERE, NOWHERE, sent.key, sent.value, dict(sent.headers)),
+                timestamp=now,
+                token=step.id,
+            )
+            if (delivery := self._pollers[step.queue].read(record, self)) is not None:
+                deliveries.append(delivery)
+        self._scheduler.put(deliveries)
+
+    def keep(self, delivery: Delivery, seconds: float) -> None:
+        """Keep a step here that waits for so long because of an error that pauses its partition;
+        deliveries of others are left alone. Raises nothing."""
+        if delivery.subscription is not self:
+            return
+        id, (token, expires_at) = delivery.record.token, self.lease(seconds)
+        try:
+            self._runtime.store.renew_row_leases([id], token, expires_at)
+            self._hold([id], seconds)
+        except OUTAGES as error:
+            logger.warning("The step %s is published before its pause is over: %s", id, error)
+            drop_broken_connections()
+
+    def _hold(self, ids: Iterable[UUID], seconds: float = 0.0) -> None:
+        now = self._runtime.clock.monotonic()
+        until = now + seconds + self._runtime.settings.record_lease.total_seconds()
+        for id in [id for id, end in list(self._held.items()) if end <= now]:
+            self._held.pop(id, None)  # it was deferred, and has been published since
+        self._held.update(dict.fromkeys(ids, until))
+
+    # --- As a subscription ------------------------------------------------------------------------
+
+    def acknowledge(self, records: Iterable[Record]) -> None:
+        """Forget steps whose rows say how they have ended."""
+        for record in records:
+            self._held.pop(record.token, None)
+
+    def holds(self, record: Record) -> bool:
+        """Return whether the lease has not expired: after that the relay publishes the step."""
+        return self._held.get(record.token, 0.0) > self._runtime.clock.monotonic()
+
+    def close(self) -> None:
+        """Let the relay publish at once what has not ended."""
+        ids, self._held = list(self._held), {}
+        if not ids:
+            return
+        try:
+            self._runtime.store.release_row_leases(ids, self._token)
+        except OUTAGES as error:
+            logger.warning("%d steps are published when their leases expire: %s", len(ids), error)
+            drop_broken_connections()
+        else:
+            storing.wake(storing.RELAY_CHANNEL)
