@@ -373,13 +373,14 @@ class PostgresStore(Store):
     def write_advance(self, advance: Advance, *, is_last: bool = False) -> list[DueJob]:
         """Write all in one round trip, and commit in it if it is the last."""
         statements: list[_Statement] = []
-        if advance.lease is not None:
-            rows = [advance.now, *advance.lease, array_text(advance.reserved), advance.now]
-            statements.append((_RELEASE_LEASED, rows))
         if advance.ended:
             statements.append((_END_STAGES, [advance.now, array_text(advance.ended)]))
         if advance.met:
             statements.append((_MEET_EDGES, [array_text(advance.met)]))
+        before_leased = len(statements)
+        if advance.lease is not None:
+            values = [advance.now, *advance.lease, array_text(advance.reserved), advance.now]
+            statements.append((_RELEASE_LEASED, values))
         if advance.released:
             statements.append((_RELEASE_STEPS, [advance.now, array_text(advance.released)]))
         for workflow in advance.workflows:
@@ -388,7 +389,7 @@ class PostgresStore(Store):
         found = self._execute_all(statements, is_last=is_last) if statements else []
         if advance.lease is None:
             return []
-        return self._with_headers(DueJob._make(row) for row in found[0])
+        return self._with_headers(DueJob._make(row) for row in found[before_leased])
 
     # --- New jobs ---------------------------------------------------------------------------------
 

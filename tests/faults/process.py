@@ -185,6 +185,7 @@ class Process:
             self.worker._relay.close()
             for poller in self.worker.pollers:
                 poller.unsubscribe()
+            self.worker._hand_over.close()
             return False
 
         def release_all() -> bool:

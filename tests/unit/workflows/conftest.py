@@ -68,6 +68,7 @@ class Steps:
         async def anote(name: str) -> str:
             return note(name)
 
+        self.take = note
         options: dict[str, Any] = {"queue": "flows", "max_attempts": 1}
         self.note = job(name="flows.note", **options)(note)
         self.outside = job(name="flows.outside", atomic=False, **options)(note)
