@@ -136,7 +136,7 @@ def complete(
             attempt.number,
             attempt.started_at,
             attempt.result,
-            _place_of(row, attempt.delivery.record),
+            _place_of(row, attempt.delivery.record) if row.state in _AWAITING else None,
             attempt.result_ttl,
         )
         for attempt in attempts
@@ -186,12 +186,11 @@ def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:
 
 
 def _place_of(job: JobRow, record: Record) -> Place | None:
-    """Return where the message was and since when, if the relay has not written that yet; None
-    also of a step that was handed over, which has not been published.
+    """Return where the message was and since when; None of a step that was not published.
 
     The message at hand is the one the row speaks of: an earlier one would not have run.
     """
-    if job.state not in _AWAITING or record.partition == NOWHERE:
+    if record.partition == NOWHERE:
         return None
     # Some clocks are read to the millisecond only: nothing is published before it is there.
     since = max(record.timestamp or job.created_at, job.created_at)
@@ -201,7 +200,9 @@ def _place_of(job: JobRow, record: Record) -> Place | None:
 def publication(attempt: Attempt) -> dict[str, Any]:
     """Return the columns that say where the message was, if the relay has not written them yet."""
     job = attempt.row
-    place = None if job is None else _place_of(job, attempt.delivery.record)
+    if job is None or job.state not in _AWAITING:
+        return {}
+    place = _place_of(job, attempt.delivery.record)
     return {} if place is None else place._asdict()
 
 

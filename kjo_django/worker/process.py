@@ -41,12 +41,12 @@ from django.db import DatabaseError, InterfaceError, connections
 from kjo_django import garbage_collection, registry, signals
 from kjo_django.conf import LEVELS, QueueConf, default_worker_name
 from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.group import (
     HELD_ELSEWHERE_DELAY,
     Pipeline,
     send_signals,
 )
-from kjo_django.engine.hand_over import HandOver
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.running import SETTLED_AFTER
@@ -173,7 +173,7 @@ class Worker:
             frozen_after=self.leases.alive_ttl.total_seconds(),
             has_slot=self.leases.has_slot,
         )
-        self._hand_over = HandOver(self.leases, self.scheduler)
+        self._direct_steps = DirectSteps(self.leases, self.scheduler)
         listeners = [self.statistics.add, send_signals]
         if max_messages is not None:
             listeners.append(self._stop_after_most)
@@ -188,14 +188,14 @@ class Worker:
             on_settled=functools.partial(
                 self.scheduler.finish_coroutines, delay=HELD_ELSEWHERE_DELAY
             ),
-            receiver=self._hand_over,
+            receiver=self._direct_steps,
             on_thread=self._enter_thread,
         )
         self.limiter = self._pipeline.limiter
         self.lanes = Lanes(self.scheduler, self._pipeline, self._watch, self._enter_thread)
         self.pollers = self._make_pollers()
         for poller in self.pollers:
-            self._hand_over.serve(poller)
+            self._direct_steps.serve(poller)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
             on_error=functools.partial(self._outages.note, "relay"),
@@ -384,7 +384,7 @@ class Worker:
             thread.stop()
         _join(self._alive_threads, 5.0)
         self._has_ended = True
-        self._hand_over.close()
+        self._direct_steps.close()
         self._heartbeat.end_worker()
 
     def _end_in_thread(self) -> None:
@@ -432,7 +432,7 @@ class Worker:
         facts = facts_of(attempt.delivery, attempt.number)
         logger.warning("Pausing %s for %g s: %s", partition, seconds, attempt.error, extra=facts)
         self.scheduler.pause_partition(partition, seconds)
-        self._hand_over.keep(attempt.delivery, seconds)
+        self._direct_steps.keep(attempt.delivery, seconds)
 
     def _apply_controls(self) -> None:
         controls = self.controls

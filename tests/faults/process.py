@@ -185,7 +185,7 @@ class Process:
             self.worker._relay.close()
             for poller in self.worker.pollers:
                 poller.unsubscribe()
-            self.worker._hand_over.close()
+            self.worker._direct_steps.close()
             return False
 
         def release_all() -> bool:

@@ -7,7 +7,10 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+
+from django.db import transaction
 
 from kjo_django import BatchItem, PermanentError, Retry, job
 from kjo_django.exceptions import RateLimitExceededError
@@ -186,6 +189,14 @@ def wait_for(context, job: str, path: str) -> dict:
     _wait_for_file(path)
     Entry.objects.create(job=job, note=f"attempt {context.attempt}")
     return {"pid": os.getpid(), "attempt": context.attempt}
+
+
+@job(queue="ledger")
+def write_and_signal(job: str, number: int) -> None:
+    """Add an entry, and send this process a signal when that is committed, before its worker has
+    done anything else."""
+    Entry.objects.create(job=job)
+    transaction.on_commit(partial(os.kill, os.getpid(), number))
 
 
 @job(queue="ledger", batch=10)

@@ -29,7 +29,7 @@ from kjo_django.transports.base import NOWHERE, NoSubscription, Record, TopicPar
 logger = logging.getLogger("kjo_django")
 
 
-class HandOver(NoSubscription):
+class DirectSteps(NoSubscription):
     """The subscription of the steps that a worker has handed over to itself.
 
     The token of a record is the id of its job. Each is this worker's for ``RECORD_LEASE``, as a

@@ -12,7 +12,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import chain, group, job
-from kjo_django.engine import hand_over
+from kjo_django.engine import direct_steps
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.exceptions import RateLimitExceededError
@@ -79,7 +79,7 @@ class Stepped:
         return [delivery for key in keys for delivery in key.waiting]
 
     def room(self, handler: str = "flows.note") -> int:
-        return self.worker._hand_over.room("flows", handler)
+        return self.worker._direct_steps.room("flows", handler)
 
     def vanish(self) -> None:
         """Do as a worker that is killed: nothing is given back."""
@@ -99,7 +99,7 @@ class Stepped:
             poller.close()
         self.worker._pipeline.close(1.0)
         self.worker._watch.stop()
-        self.worker._hand_over.close()
+        self.worker._direct_steps.close()
         self.worker._heartbeat.end_worker()
 
 
@@ -375,7 +375,7 @@ def of_another_workers_queue(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> A
 
 def of_a_handler_that_is_unknown_here(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> Any:
     step = job(name="flows.gone", queue="flows")(steps.take).step(name="b")
-    monkeypatch.setattr(hand_over.registry, "find", lambda name: None)
+    monkeypatch.setattr(direct_steps.registry, "find", lambda name: None)
     return step
 
 
