@@ -278,7 +278,8 @@ class Settings:
     record_lease: timedelta = option(
         duration,
         timedelta(seconds=30),
-        "How long a record handed out stays a worker's, on transports that lease records.",
+        "How long a record handed out stays a worker's, on transports that lease records; and a "
+        "step that its worker has released, before it is published.",
     )
     max_payload_bytes: int = option(whole(1), 900_000, "Longest payload accepted and handled.")
     group_size: int = option(whole(1), 500, "Most jobs in one transaction.")
