@@ -66,6 +66,15 @@ FOUND = [
         Fault.RAISES_AFTER,
         "postgres-database",
     ),
+    # A worker dies when it has released a step that it runs itself, and when it begins that.
+    (_NAMED["workflow-chain"], "commit", Fault.DIES_AFTER, "sqlite-memory"),
+    (
+        _NAMED["workflow-chain"],
+        "UPDATE kjo_workflow_stage + COMMIT",
+        Fault.DIES_AFTER,
+        "postgres-memory",
+    ),
+    (_NAMED["workflow-chain"], "coordination.claim", Fault.DIES_AFTER, "sqlite-memory"),
 ]
 """Cases that ``test_every_fault`` found: scenario, how the call begins, fault, engine."""
 

@@ -104,7 +104,8 @@ def drawn(seed: int, count: int) -> list[Step]:
     steps = _Draw(random.Random(f"schedule {seed}"), count).steps
     steps = _with_limits(steps, random.Random(f"limits {seed}"))
     steps = _with_ticks(steps, random.Random(f"ticks {seed}"))
-    return _with_flows(steps, random.Random(f"flows {seed}"))
+    steps = _with_flows(steps, random.Random(f"flows {seed}"))
+    return _with_deaths(steps, random.Random(f"deaths {seed}"))
 
 
 def _with_limits(steps: list[Step], chance: random.Random) -> list[Step]:
@@ -217,6 +218,22 @@ def _with_flows(steps: list[Step], chance: random.Random) -> list[Step]:
         found[at:at] = [Step(action, who) for action in ("relay", "poll", "poll", "lane")]
         action = chance.choice(("lane", "lane", "loop", "record", "lane-2"))
         put(Step(action, who), 0.4, COUNTING)
+    return found
+
+
+def _with_deaths(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return a schedule of workflows and outages with workers that end right after a lane's step:
+    they may have steps that they have released and not begun."""
+    calm = [fault.value for fault in CALM]
+    is_calm = not any(step.fault not in ("", *calm) or step.action == "die" for step in steps)
+    if is_calm or not any(step.action == "flow" for step in steps):
+        return steps
+    found = []
+    for step in steps:
+        found.append(step)
+        if step.action == "lane" and chance.random() < 0.15:
+            found += [Step(chance.choice(("die", "die", "stop")), step.who)]
+            found += [Step("start", step.who)]
     return found
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.limits.limiter import Limiter
-from kjo_django.models import Job
+from kjo_django.models import NEVER, Job
 from kjo_django.store.base import Store
 from kjo_django.workflows.countdown import _Advance
 from tests.simulation.__main__ import STEPS, TRANSPORTS, problems_of, really_now
@@ -187,6 +188,60 @@ def test_a_countdown_that_is_wrong_is_found(
     seeds = (seed for seed in count(1) if drawn_flows(seed))
     problems = (problem for s in seeds for problem in problems_of(simulation, drawn(s, STEPS)))
     assert next(problem for problem in problems if "ran before" in problem)
+
+
+STEP = "atomic completed cancel"
+RELEASED = [
+    Step("start", 0),
+    Step("flow", 0, ("w0", "chain", "cancel", STEP, STEP, STEP)),
+    *(Step(action, 0) for action in ("relay", "poll", "poll")),
+]
+"""A chain whose first step a worker has read."""
+RELEASING = {
+    "before it is handed over": [Step("lane", 0, fault="dies-after", at="commit", nth=1)],
+    "before it runs": [Step("lane", 0), Step("die", 0)],
+    "while it runs": [Step("lane", 0), Step("lane", 0, fault="dies-after", at="INSERT ledger")],
+    "before it stops": [Step("lane", 0), Step("stop", 0)],
+}
+"""The steps in which it releases the next one, and ends."""
+
+
+@in_memory
+@pytest.mark.parametrize("end", RELEASING)
+def test_a_step_that_its_worker_runs_itself_survives_the_worker(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    # Given a worker that ends when it has released a step
+    leased: list[str] = []
+    put = DirectSteps.put
+
+    def putting(direct: DirectSteps, steps: Any) -> None:
+        leased.extend(str(step.id) for step in steps)
+        put(direct, steps)
+
+    monkeypatch.setattr(DirectSteps, "put", putting)
+    steps = [*RELEASED, *RELEASING[end]]
+    # Then another one runs the step, whatever befell the first
+    assert problems_of(simulation, steps) == []
+    assert leased
+    # And a lease that never expires, or that is not given back, would be found
+    monkeypatch.setattr(DirectSteps, "lease", lambda direct, seconds=0.0: (direct._token, NEVER))
+    monkeypatch.setattr(DirectSteps, "close", lambda direct: None)
+    assert any("reaches no end" in problem for problem in problems_of(simulation, steps))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@in_memory
+def test_drawn_schedules_end_workers_that_have_steps_of_their_own(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given drawn schedules with workflows, and an engine that never gives up such a lease
+    monkeypatch.setattr(DirectSteps, "lease", lambda direct, seconds=0.0: (direct._token, NEVER))
+    seeds = (seed for seed in count(1) if drawn_flows(seed))
+    problems = (problem for s in seeds for problem in problems_of(simulation, drawn(s, STEPS)))
+    # Then one of them finds it
+    assert next(problem for problem in problems if "reaches no end" in problem)
 
 
 def drawn_flows(seed: int) -> int:
