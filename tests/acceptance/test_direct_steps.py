@@ -121,7 +121,7 @@ def test_steps_against_which_something_may_stand_are_published(real: Engine) -> 
         "outside": jobs.write_outside.step(job="outside"),
         "key": jobs.write_keyed.step(job="key", key="k"),
         "priority": jobs.write.using(priority=5).step(job="priority"),
-        "delay": jobs.write.using(delay=1).step(job="delay"),
+        "delay": jobs.write.using(delay=8).step(job="delay"),
     }
     worker = real.ready_worker("--concurrency", "8")
     with Workflow("fan-out") as w:
