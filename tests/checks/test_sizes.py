@@ -16,7 +16,7 @@ import kjo_django
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 251
-MOST_CLASSES = 481
+MOST_CLASSES = 482
 MOST_CORE_LINES = 23_310
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
