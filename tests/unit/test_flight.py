@@ -328,11 +328,11 @@ def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, 
     # Given
     record, landed = recorder.record_completions, []
 
-    def refuse(runtime, attempts, token):
+    def refuse(runtime, attempts, *others):
         if any(b"poison" in one.delivery.message.payload for one in attempts):
             raise IntegrityError("not this one")
         landed.append(len(attempts))
-        return record(runtime, attempts, token)
+        return record(runtime, attempts, *others)
 
     async def well(job):
         await asyncio.sleep(0.05)
@@ -351,9 +351,9 @@ def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, 
 def test_endings_are_settled_together(configured, monkeypatch):
     groups, record = [], recorder.record_completions
 
-    def count(runtime, attempts, token):
+    def count(runtime, attempts, *others):
         groups.append(len(attempts))
-        return record(runtime, attempts, token)
+        return record(runtime, attempts, *others)
 
     gate = threading.Event()
 
