@@ -587,7 +587,9 @@ class Pipeline:
 
         Of two records of one job one is deferred.
         """
-        leases, now = self._leases, timezone.now()
+        leases = self._leases
+        leases.show_alive_if_late()
+        now = timezone.now()
         attempts = admission.admit_group(leases, deliveries, marks=False)
         judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
         # Another record of a job may be with another lane, and its lease is this worker's too.

@@ -63,6 +63,8 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._warn_at = 0.0
         self._has_shown = False
+        self._shown_at = 0.0
+        """When the sign of life was given last (monotonic)."""
         self._uncertain_until = 0.0
         self._breaker = CircuitBreaker(runtime.clock)
         self._unreleased: set[str] = set()
@@ -344,6 +346,7 @@ class LeaseBook:
                 self._has_shown = True
                 if self._slots:
                     self._claim_slots_again()
+            self._shown_at = began
         except CoordinationError as error:
             self._breaker.record_failure(began)
             self._warn("No sign of life given", error)
@@ -354,6 +357,14 @@ class LeaseBook:
             late, self._unreleased = list(self._unreleased), set()
         for start in range(0, len(late), RELEASED_AT_ONCE):
             self._release_now(late[start : start + RELEASED_AT_ONCE])
+
+    def show_alive_if_late(self) -> None:
+        """Give the sign of life now if the thread that gives it is late, as on an SQLite that many
+        write to: while it is missing, others take over at once what begins here."""
+        lasts = self.alive_ttl.total_seconds()
+        is_late = self._clock.monotonic() > self._shown_at + lasts / 2
+        if self._has_shown and is_late and not self._breaker.is_open():
+            self.show_alive()
 
     def _claim_slots_again(self) -> None:
         """Tell coordination, which has lost its data, which slots are taken here."""

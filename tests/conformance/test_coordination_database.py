@@ -80,14 +80,17 @@ class DatabaseCoordinationConformance(CoordinationConformance):
 class TestSqlite(DatabaseCoordinationConformance):
     alias = SQLITE
 
+    @pytest.mark.parametrize("call", ["claim", "renew"])
     def test_a_lease_lasts_from_when_it_was_taken_however_long_that_waited(
-        self, coordination: DatabaseCoordination, name: str
+        self, coordination: DatabaseCoordination, name: str, call: str
     ) -> None:
         # Given
-        answers: list[Claim] = []
+        answers: list[Claim | bool] = []
+        if call == "renew":
+            coordination.claim([name], "me", MINUTE)
 
         def claim() -> None:
-            answers.extend(coordination.claim([name], "me", MINUTE))
+            answers.extend(getattr(coordination, call)([name], "me", MINUTE))
             self.end_thread()
 
         claimer = threading.Thread(target=claim)
@@ -100,7 +103,7 @@ class TestSqlite(DatabaseCoordinationConformance):
             written_at = timezone.now()
         claimer.join(10)
         # Then
-        assert answers == [FIRST_CLAIM]
+        assert answers == [FIRST_CLAIM if call == "claim" else True]
         assert Lease.objects.using(self.alias).get().expires_at >= written_at + MINUTE
 
     def test_names_nobody_could_have_meant_are_leased_one_by_one(

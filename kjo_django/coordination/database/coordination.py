@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -91,14 +92,18 @@ class DatabaseCoordination(Coordination):
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
         """Extend in one statement. If not all were extended, a second one asks which were."""
+        store = self._store
 
         def extend(batch: Sequence[str]) -> dict[str, str]:
-            now = self.clock.now()
-            live = self._leases.filter(name__in=batch, token=token, expires_at__gt=now)
-            extended = live.update(expires_at=now + ttl)
-            if extended == len(batch):
-                return dict.fromkeys(batch, token)
-            return dict(live.values_list("name", "token")) if extended else {}
+            with store.transaction() if store.has_one_writer else nullcontext():
+                # Waiting for the one writer takes seconds at times, in which a lease may expire.
+                store.take_write_lock(Lease)
+                now = self.clock.now()
+                live = self._leases.filter(name__in=batch, token=token, expires_at__gt=now)
+                extended = live.update(expires_at=now + ttl)
+                if extended == len(batch):
+                    return dict.fromkeys(batch, token)
+                return dict(live.values_list("name", "token")) if extended else {}
 
         held = self._run(names, extend)
         return [name in held for name in names]

@@ -174,6 +174,32 @@ def test_a_run_whose_job_another_worker_has_finished_is_told_and_refused_aloud(
 
 
 @both
+def test_a_run_whose_worker_is_late_with_its_sign_of_life_gives_it_before_it_begins(
+    bench, another, monkeypatch
+):
+    """On an SQLite that many write to, the thread that gives it may wait for seconds."""
+    # Given a worker whose sign of life has expired
+    ran: list[str] = []
+
+    def plain():
+        # When another worker meets the job that runs
+        if not ran:
+            ran.append("bench")
+            assert another.run([another.read(delivery.record)]) != []
+        else:
+            ran.append("another")
+
+    as_job(plain, atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    get_coordination().release([alive_name("bench")], "bench")
+    monkeypatch.setattr(bench.leases, "_shown_at", -60.0)
+    bench.run([delivery])
+    # Then it leaves it alone
+    assert ran == ["bench"]
+    assert bench.results == [Ending.COMPLETED]
+
+
+@both
 def test_a_run_coordination_knows_nothing_of_is_not_disturbed(bench, monkeypatch):
     """Coordination was away when it began, or has been emptied since."""
     monkeypatch.setattr(running, "SETTLED_AFTER", -60.0)
