@@ -24,7 +24,7 @@ from kjo_django.worker import Worker
 from tests.events.bench import EVENTS
 from tests.unit.deliveries import kafka_at
 
-pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("real_database")]
+pytestmark = pytest.mark.kafka
 WAIT = 40
 REFUSED = "A dead letter was not published"
 
@@ -64,7 +64,8 @@ class Topics:
 
     def lag(self) -> int:
         """Records of the source whose offsets are not committed."""
-        return sum(get_transport().lag([self.source], "interview-service-group").values())
+        group = get_settings().queue(self.source).consumer_group
+        return sum(get_transport().lag([self.source], group).values())
 
     def read_dead(self) -> list[Record]:
         """Every record of the dead-letter topic; waits a moment for another copy."""
@@ -128,7 +129,16 @@ def working(topic: str) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("mended", ["while it runs", "by a restart"])
+@pytest.mark.parametrize(
+    ("mended", "real_database"),
+    [
+        ("while it runs", "sqlite_file"),
+        pytest.param("by a restart", "postgres", marks=pytest.mark.postgres),
+    ],
+    indirect=["real_database"],
+    ids=["while it runs", "by a restart"],
+)
+@pytest.mark.usefixtures("real_database")
 def test_what_is_not_acknowledged_commits_nothing(topics: Topics, caplog, mended: str) -> None:
     """Nothing before the broker has it; then one copy, one row, and no second one ever."""
     handled: list[str] = []

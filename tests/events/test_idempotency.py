@@ -6,7 +6,6 @@ import io
 import math
 import threading
 import time
-import uuid
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -177,10 +176,7 @@ def test_the_command_prints_the_seeds_six_lines(settings, kjo) -> None:
 @pytest.mark.usefixtures("postgres")
 def test_the_command_on_kafka_and_postgresql(settings, kafka_server) -> None:
     """KII-09, KII-32, KII-F5: an explicit commit, and a second consumer that finds nothing."""
-    settings.KJO = {
-        "SERVICE_NAME": f"check-{uuid.uuid4().hex[:8]}",
-        **kafka_at(kafka_server.bootstrap_servers),
-    }
+    settings.KJO = kafka_at(kafka_server.bootstrap_servers)
     out = io.StringIO()
     call_command("kjo_check_idempotency", stdout=out)
     assert out.getvalue() == SIX

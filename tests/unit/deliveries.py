@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,10 +44,14 @@ KJO: dict[str, Any] = {
 
 
 def kafka_at(servers: str, **options: Any) -> dict[str, Any]:
-    """The settings of a transport there, by default every queue's."""
+    """The settings of a transport there, by default every queue's, and of a service of its own: a
+    member of its groups that died in another test would be waited for until its session ends."""
     options = {"bootstrap.servers": servers, **options}
     backend = "kjo_django.transports.kafka.KafkaTransport"
-    return {"TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": options}}}
+    return {
+        "SERVICE_NAME": f"tests-{uuid.uuid4().hex[:8]}",
+        "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": options}},
+    }
 
 
 class Impatience:

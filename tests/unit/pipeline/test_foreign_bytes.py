@@ -20,9 +20,8 @@ from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.settings import cache
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, make_everything_due, the_job
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at, make_everything_due, the_job
 
-KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
 TYPE = "bench.keep"
 KEYS = {
@@ -60,19 +59,16 @@ def queue(request, settings, monkeypatch):
     # PostgreSQL sorts the names of a JSON object.
     request.getfixturevalue("postgres" if name == "memory" else "sqlite_file")
     monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    own: dict[str, Any] = MEMORY if name == "memory" else {}
     if name == "kafka":
-        server = request.getfixturevalue("kafka_server").bootstrap_servers
-        own: dict[str, Any] = {"BACKEND": KAFKA, "OPTIONS": {"bootstrap.servers": server}}
+        own = kafka_at(request.getfixturevalue("kafka_server").bootstrap_servers)
     elif name == "streams":
         server = request.getfixturevalue("redis_server")
         settings.CACHES = {**settings.CACHES, "streams": cache(server.url)}
-        own = {"BACKEND": STREAMS, "OPTIONS": {"CACHE": "streams"}}
-    else:
-        own = MEMORY["TRANSPORTS"]["default"] if name == "memory" else {}
+        own = {"TRANSPORTS": {"default": {"BACKEND": STREAMS, "OPTIONS": {"CACHE": "streams"}}}}
     topic = f"foreign-{uuid.uuid4().hex[:8]}"
     options = {"topic": topic, "topic_options": {"partitions": 1, "replication_factor": 1}}
-    transports = {"TRANSPORTS": {"default": own}} if own else {}
-    settings.KJO = {**KJO, **transports, "QUEUES": {"ledger": options}}
+    settings.KJO = {**KJO, **own, "QUEUES": {"ledger": options}}
     return name
 
 
