@@ -73,44 +73,68 @@ def sqlite_settings(path: Path) -> dict[str, Any]:
     return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path), "OPTIONS": options}
 
 
+def migrate(settings: dict[str, Any]) -> None:
+    """Create every table of the test settings."""
+    with led_to(settings):
+        call_command("migrate", verbosity=0)
+
+
 @pytest.fixture(scope="session")
-def _migrated_file(
+def sqlite_template(
     django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    path = tmp_path_factory.mktemp("unit") / "template.sqlite3"
-    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
-        call_command("migrate", verbosity=0)
+    """A migrated file to copy."""
+    path = tmp_path_factory.mktemp("databases") / "template.sqlite3"
+    with django_db_blocker.unblock():
+        migrate(sqlite_settings(path))
     return path
 
 
 @pytest.fixture(scope="session")
-def _migrated_postgres(
+def postgres_template(
     django_db_setup: None, django_db_blocker: Any, postgres_server: Any
-) -> Iterator[dict[str, Any]]:
-    # A name of its own: the processes of a test run share the server.
-    name = f"kjo_unit_{uuid.uuid4().hex[:12]}"
-    settings = settings_of(postgres_server.createdb(name))
-    with django_db_blocker.unblock(), led_to(settings):
-        call_command("migrate", verbosity=0)
-    yield settings
+) -> Iterator[str]:
+    """The name of a migrated database to make others of: nobody is connected to it."""
+    # A name of its own: the processes of a test run may share the server.
+    name = f"kjo_template_{uuid.uuid4().hex[:12]}"
+    with django_db_blocker.unblock():
+        migrate(settings_of(postgres_server.createdb(name)))
+    yield name
     postgres_server.dropdb(name)
 
 
+@contextmanager
+def copied_database(server: Any, template: str) -> Iterator[str]:
+    """Yield the URL of a copy, which is dropped afterwards."""
+    name = f"kjo_{uuid.uuid4().hex[:12]}"
+    try:
+        yield server.createdb(name, template)
+    finally:
+        server.dropdb(name)
+
+
 @pytest.fixture(scope="session")
-def _migrated_mariadb(
+def _shared_postgres(postgres_server: Any, postgres_template: str) -> Iterator[dict[str, Any]]:
+    with copied_database(postgres_server, postgres_template) as url:
+        yield settings_of(url)
+
+
+@pytest.fixture(scope="session")
+def mariadb_url(
     django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
-) -> Iterator[dict[str, Any]]:
-    name = f"kjo_unit_{uuid.uuid4().hex[:12]}"
-    settings = settings_of(mariadb_server.createdb(name))
-    with django_db_blocker.unblock(), led_to(settings):
-        call_command("migrate", verbosity=0)
-    yield settings
+) -> Iterator[str]:
+    """A migrated database for one test after the other: MariaDB copies none."""
+    name = f"kjo_{uuid.uuid4().hex[:12]}"
+    url = mariadb_server.createdb(name)
+    with django_db_blocker.unblock():
+        migrate(settings_of(url))
+    yield url
     mariadb_server.dropdb(name)
 
 
 @pytest.fixture
 def sqlite_file(
-    request: pytest.FixtureRequest, _migrated_file: Path, django_db_blocker: Any, tmp_path: Path
+    request: pytest.FixtureRequest, sqlite_template: Path, django_db_blocker: Any, tmp_path: Path
 ) -> Iterator[Path]:
     """``default`` is a fresh SQLite file; its path. With ``--engine mariadb``: see `mariadb`."""
     path = tmp_path / "db.sqlite3"
@@ -118,7 +142,7 @@ def sqlite_file(
         request.getfixturevalue("mariadb")
         yield path
         return
-    shutil.copyfile(_migrated_file, path)
+    shutil.copyfile(sqlite_template, path)
     with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
         yield path
 
@@ -142,9 +166,9 @@ def empty_tables(cursor: Any) -> None:
 
 
 @pytest.fixture
-def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
+def postgres(_shared_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
     """``default`` is an empty PostgreSQL database."""
-    with django_db_blocker.unblock(), led_to(_migrated_postgres):
+    with django_db_blocker.unblock(), led_to(_shared_postgres):
         with connections[DEFAULT].cursor() as cursor:
             empty_tables(cursor)
         yield
@@ -167,9 +191,9 @@ def empty_mariadb(cursor: Any) -> None:
 
 
 @pytest.fixture
-def mariadb(_migrated_mariadb: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
+def mariadb(mariadb_url: str, django_db_blocker: Any) -> Iterator[None]:
     """``default`` is an empty MariaDB database."""
-    with django_db_blocker.unblock(), led_to(_migrated_mariadb):
+    with django_db_blocker.unblock(), led_to(settings_of(mariadb_url)):
         with connections[DEFAULT].cursor() as cursor:
             empty_mariadb(cursor)
         yield

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-import psycopg
 import pytest
-from django.core.management import call_command
 from django.db import connections
-from psycopg import sql
 
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
-from tests.databases import empty_mariadb, on_mariadb
-from tests.settings import database as database_settings
+from tests.databases import copied_database, empty_mariadb, on_mariadb
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -30,56 +23,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
         for value in getattr(item, "funcargs", {}).values():
             if isinstance(value, Engine):
                 report.sections.append(("processes of the test", value.report()))
-
-
-# --- Empty databases, quickly: migrated once, then copied -----------------------------------------
-
-
-def migrate(url: str) -> None:
-    """Create every table of the test settings in the database at ``url``."""
-    alias = f"{ALIAS}_template"
-    connections.settings[alias] = connections.configure_settings(
-        {"default": {}, alias: database_settings(url)}
-    )[alias]
-    try:
-        call_command("migrate", database=alias, verbosity=0)
-    finally:
-        connections[alias].close()
-        del connections[alias]
-        del connections.settings[alias]
-
-
-@pytest.fixture(scope="session")
-def sqlite_template(
-    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    path = tmp_path_factory.mktemp("acceptance") / "template.sqlite3"
-    with django_db_blocker.unblock():
-        migrate(f"sqlite:///{path}")
-    return path
-
-
-@pytest.fixture(scope="session")
-def postgres_template(
-    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
-) -> Iterator[str]:
-    name = f"kjo_template_{uuid.uuid4().hex[:12]}"
-    with django_db_blocker.unblock():
-        migrate(postgres_server.createdb(name))
-    yield name
-    postgres_server.dropdb(name)
-
-
-@contextmanager
-def copied_database(server: Any, template: str) -> Iterator[str]:
-    name = f"kjo_{uuid.uuid4().hex[:12]}"
-    statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
-    with psycopg.connect(server.url, autocommit=True) as connection:
-        connection.execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
-    try:
-        yield urlunsplit(urlsplit(server.url)._replace(path=f"/{name}"))
-    finally:
-        server.dropdb(name)
 
 
 @pytest.fixture
@@ -115,25 +58,12 @@ def postgres(database_url: str, tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="session")
-def mariadb_database(
-    django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
-) -> Iterator[str]:
-    """Migrated once: MariaDB copies no database, and takes seconds to create the tables."""
-    name = f"kjo_acceptance_{uuid.uuid4().hex[:12]}"
-    url = mariadb_server.createdb(name)
-    with django_db_blocker.unblock():
-        migrate(url)
-    yield url
-    mariadb_server.dropdb(name)
-
-
 @pytest.fixture
-def mariadb(mariadb_database: str, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
+def mariadb(mariadb_url: str, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
     """No server but the database: transport and coordination in MariaDB."""
     with (
         django_db_blocker.unblock(),
-        Engine(Servers(mariadb_database), tmp_path) as engine,
+        Engine(Servers(mariadb_url), tmp_path) as engine,
     ):
         with connections[ALIAS].cursor() as cursor:
             empty_mariadb(cursor)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.conftest import migrate
 from tests.acceptance.engine import Engine, Servers
 from tests.acceptance.test_servers_restart import Own, own
+from tests.databases import migrate
+from tests.settings import database as settings_of
 
 __all__ = ["own"]
 pytestmark = [
@@ -29,7 +30,7 @@ def engine(
 ) -> Iterator[Engine]:
     with django_db_blocker.unblock():
         url = own.postgres.createdb("kjo_health")
-        migrate(url)
+        migrate(settings_of(url))
         with Engine(Servers(url, own.kafka.bootstrap_servers, own.redis.url), tmp_path) as engine:
             engine.ready_worker()
             yield engine

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 from django.db import connections
 
-from tests.acceptance.conftest import copied_database, migrate
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.load import Load
 from tests.acceptance.order import assert_order
+from tests.databases import copied_database, migrate
 from tests.ledger import jobs
 from tests.services import KafkaServer, PostgresServer, RedisServer
 from tests.services.fixtures import require
+from tests.settings import database as settings_of
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -49,7 +50,7 @@ def own() -> Iterator[Own]:
 @pytest.fixture(scope="module")
 def template(own: Own, django_db_setup: None, django_db_blocker: Any) -> str:
     with django_db_blocker.unblock():
-        migrate(own.postgres.createdb("kjo_template"))
+        migrate(settings_of(own.postgres.createdb("kjo_template")))
     return "kjo_template"
 
 

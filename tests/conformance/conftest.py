@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,36 +18,38 @@ from tests.conformance.databases import (
     empty_tables,
     sqlite_settings,
 )
+from tests.databases import copied_database
 from tests.settings import database as settings_of
 
 
 @pytest.fixture(scope="session")
 def _sqlite_database(
-    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+    sqlite_template: Path, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    path: Path = tmp_path_factory.mktemp("kjo") / "kjo.sqlite3"
+    path = shutil.copy(sqlite_template, tmp_path_factory.mktemp("kjo") / "kjo.sqlite3")
     with django_db_blocker.unblock(), added_database(SQLITE, sqlite_settings(path)) as alias:
         yield alias
 
 
 @pytest.fixture(scope="session")
 def _postgres_database(
-    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
+    postgres_template: str, django_db_blocker: Any, postgres_server: Any
 ) -> Iterator[str]:
-    url = postgres_server.createdb("kjo_conformance")
-    with django_db_blocker.unblock(), added_database(POSTGRES, settings_of(url)) as alias:
+    with (
+        django_db_blocker.unblock(),
+        copied_database(postgres_server, postgres_template) as url,
+        added_database(POSTGRES, settings_of(url)) as alias,
+    ):
         yield alias
-    postgres_server.dropdb("kjo_conformance")
 
 
 @pytest.fixture(scope="session")
-def _mariadb_database(
-    django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
-) -> Iterator[str]:
-    url = mariadb_server.createdb("kjo_conformance")
-    with django_db_blocker.unblock(), added_database(MARIADB, settings_of(url)) as alias:
+def _mariadb_database(mariadb_url: str, django_db_blocker: Any) -> Iterator[str]:
+    with (
+        django_db_blocker.unblock(),
+        added_database(MARIADB, settings_of(mariadb_url)) as alias,
+    ):
         yield alias
-    mariadb_server.dropdb("kjo_conformance")
 
 
 def _use(alias: str, blocker: Any) -> Iterator[str]:

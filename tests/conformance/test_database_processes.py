@@ -23,6 +23,7 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.database import DatabaseTransport
 from tests.conformance.databases import added_database
+from tests.databases import migrate
 from tests.services import PostgresServer
 from tests.services.fixtures import require
 from tests.settings import database as settings_of
@@ -123,6 +124,7 @@ class TestRestarts:
             django_db_blocker.unblock(),
             added_database("kjo_restarting", settings_of(server.url)),
         ):
+            migrate(settings_of(server.url))
             yield server
 
     def test_a_subscription_survives_a_restart(self, server: PostgresServer) -> None:

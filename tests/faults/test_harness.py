@@ -45,7 +45,7 @@ BY_NAME = {each.name: each for each in SCENARIOS}
 @pytest.mark.parametrize("world", ["sqlite-database"], indirect=True)
 @pytest.mark.parametrize("name", ["atomic-mixed", "outside-retried"])
 def test_a_simulated_death_leaves_behind_what_a_real_one_does(
-    name: str, world: World, _migrated_file: Path, tmp_path: Path
+    name: str, world: World, sqlite_template: Path, tmp_path: Path
 ) -> None:
     # Given one of the scenario's calls
     scenario = BY_NAME[name]
@@ -56,7 +56,7 @@ def test_a_simulated_death_leaves_behind_what_a_real_one_does(
         print(f"call {at}, {world.recorded[at]}, seed {SEED}")
         # When a process dies after it, really
         path = tmp_path / "killed.sqlite3"
-        shutil.copyfile(_migrated_file, path)
+        shutil.copyfile(sqlite_template, path)
         command = [sys.executable, "-m", "tests.faults.killed", name, str(at), "database"]
         environment = {**os.environ, "DATABASE_URL": f"sqlite:///{path}"}
         killed = subprocess.run(

@@ -3,8 +3,9 @@
 from urllib.parse import urlsplit, urlunsplit
 
 
-def create_database(server_url: str, name: str) -> str:
-    _execute(server_url, "CREATE DATABASE {}", name)
+def create_database(server_url: str, name: str, template: str = "") -> str:
+    copied = f' TEMPLATE "{template}"' if template else ""
+    _execute(server_url, f"CREATE DATABASE {{}}{copied}", name)
     return urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))
 
 

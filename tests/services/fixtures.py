@@ -25,6 +25,9 @@ from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
 from tests.services.redis import RedisServer
 
+WITHOUT_DISK = {"fsync": "off", "full_page_writes": "off"}
+"""A server that is killed loses nothing by it, only a machine would."""
+
 
 def require(
     *,
@@ -80,7 +83,7 @@ def postgres_server() -> Iterator[PostgresServer | GivenServer]:
         yield GivenServer(url)
         return
     require(postgres=True)
-    with PostgresServer() as server:
+    with PostgresServer(WITHOUT_DISK) as server:
         yield server
 
 

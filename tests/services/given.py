@@ -16,8 +16,8 @@ class GivenServer:
         """The same, under the name a `KafkaServer` has for it."""
         return self.url
 
-    def createdb(self, name: str) -> str:
-        return create_database(self.url, name)
+    def createdb(self, name: str, template: str = "") -> str:
+        return create_database(self.url, name, template)
 
     def dropdb(self, name: str) -> None:
         drop_database(self.url, name)

@@ -53,9 +53,9 @@ class PostgresServer(Server):
     def url(self) -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 
-    def createdb(self, name: str) -> str:
-        """Create an empty database and return its URL."""
-        return create_database(self.url, name)
+    def createdb(self, name: str, template: str = "") -> str:
+        """Create a database, empty or as its template, and return its URL."""
+        return create_database(self.url, name, template)
 
     def dropdb(self, name: str) -> None:
         """Drop a database if it exists, whoever is connected to it."""

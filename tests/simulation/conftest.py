@@ -12,6 +12,6 @@ from tests.simulation.running import Simulation, simulated
 
 @pytest.fixture
 def simulation(request: Any, django_db_blocker: Any) -> Iterator[Simulation]:
-    template = request.getfixturevalue("_migrated_file")
+    template = request.getfixturevalue("sqlite_template")
     with django_db_blocker.unblock(), simulated(request.param, template) as made:
         yield made
