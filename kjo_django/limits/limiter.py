@@ -405,12 +405,13 @@ class Limiter:
         weight = 0.7 if took > self._preparation else 0.05
         expected = self._preparation + weight * (1.5 * took - self._preparation)
         self._preparation = min(max(expected, 0.005), LONGEST_PREPARATION)
+        if now < delivery.permitted_at:
+            time.sleep(delivery.permitted_at - now)
+            now = self._runtime.clock.monotonic()  # on a busy machine that took longer
         if now > delivery.permit_until:
             delivery.held_until = now
             delivery.permitted_at = 0.0
             return False
-        if now < delivery.permitted_at:
-            time.sleep(delivery.permitted_at - now)
         return True
 
     # --- The line ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.limits import held
 from kjo_django.limits.control import clear_limit, set_limit
+from kjo_django.limits.limiter import Limiter
 from kjo_django.models import HeldJob, Job
 from kjo_django.operations import jobs as operations
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
@@ -107,6 +109,41 @@ def test_a_rate_holds_over_four_workers_for_a_minute(world: World) -> None:
     assert len(starts) >= 0.85 * 60 * 5
     assert Job.objects.filter(state="completed").count() == len(starts)
     assert HeldJob.objects.filter(is_released=False).exists()
+
+
+@every_engine
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
+def test_no_job_starts_later_than_its_permit_where_waiting_for_it_takes_longer_than_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    # Given a machine so busy that every fifth sleep before a start is far too long
+    late: list[float] = []
+    sleep, slept, await_permit = time.sleep, itertools.count(1), Limiter.await_permit
+
+    @job(name="limits.rated", queue=QUEUE, rate="5/s", atomic=atomic)
+    def call() -> None:
+        """Do nothing."""
+
+    def oversleep(seconds: float) -> None:
+        sleep(seconds + (0.15 if next(slept) % 5 == 0 else 0.0))
+
+    def await_late(limiter: Limiter, delivery: Any) -> bool:
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "sleep", oversleep)
+            may_start = await_permit(limiter, delivery)
+        if may_start:
+            late.append(time.monotonic() - delivery.permit_until)
+        return may_start
+
+    monkeypatch.setattr(Limiter, "await_permit", await_late)
+    workers = Workers(world, 1)
+    call.enqueue_many([{}] * 20)
+    # When
+    workers.run_for(20)
+    # Then
+    assert next(slept) > 5
+    assert len(late) == 20
+    assert max(late) <= 0.0
 
 
 @every_engine
