@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kjo_django import signals
-from kjo_django.messages import headers
 from tests import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,20 +91,6 @@ def test_every_signal_is_documented() -> None:
     text = (reference.REFERENCE / "signals.md").read_text()
     missing = [name for name in declared if text.count(f"`{name}`") < 2]
     assert not missing, "say when each is sent"
-
-
-def test_every_header_on_the_wire_is_documented() -> None:
-    declared = {
-        value
-        for name, value in vars(headers).items()
-        if name.isupper() and isinstance(value, str) and name != "DLQ_PREFIX"
-    }
-    told = set(
-        re.findall(
-            r"^\| `([\w-]+)`", (reference.REFERENCE / "headers.md").read_text(), re.MULTILINE
-        )
-    )
-    assert declared <= told
 
 
 def test_every_path_of_the_architecture_exists() -> None:
