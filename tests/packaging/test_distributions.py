@@ -157,7 +157,14 @@ def interpreter(django: str) -> Path:
     pytest.skip(f"Django {django} needs Python {'.'.join(map(str, least))}, which is not here")
 
 
-@pytest.fixture(scope="module", params=OLDEST_PYTHON)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # The first and the last in every run.
+        pytest.param(django, marks=pytest.mark.long) if django == "6.0" else django
+        for django in OLDEST_PYTHON
+    ],
+)
 def environment(
     request: pytest.FixtureRequest,
     built: dict[str, Path],
