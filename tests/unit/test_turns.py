@@ -79,10 +79,10 @@ def refusing_to_record(monkeypatch, error, is_refused=lambda attempt: True):
     """Neither a completion nor a failure of these attempts can be recorded."""
     record, record_failures = recorder.record_completions, failures.record_failures
 
-    def refuse(runtime, attempts, token):
+    def refuse(runtime, attempts, *others):
         if any(map(is_refused, attempts)):
             raise error
-        return record(runtime, attempts, token)
+        return record(runtime, attempts, *others)
 
     def refuse_failures(runtime, attempts, worker):
         if any(map(is_refused, attempts)):
@@ -255,11 +255,11 @@ def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_
     bench, record = make_bench(SHORT * 10), recorder.record_completions
     failed = threading.Event()
 
-    def fail_once(runtime, attempts, token):
+    def fail_once(runtime, attempts, *others):
         if not failed.is_set():
             failed.set()
             raise TypeError("a bug")
-        return record(runtime, attempts, token)
+        return record(runtime, attempts, *others)
 
     monkeypatch.setattr(recorder, "record_completions", fail_once)
 
