@@ -44,6 +44,53 @@ class Delivery:
     :param deliveries: times it was begun since its last durable outcome, this one included.
     """
 
+    attempt: Attempt | None = None
+    """The last attempt, while its way is not known to be over; see ``Attempt.must_not_run``."""
+    paused_since: datetime | None = None
+    """When it first met an error that pauses its partition; None: not in this worker."""
+    is_settled: bool = False
+    """Whether its outcome is durable and acknowledged: it is not to run again."""
+    took: float | None = None
+    """Seconds that its coroutine ran; None: it ended with an error, or has not run."""
+    is_orphan: bool = False
+    """Whether it was being run when a worker died, and next runs in a group of its own."""
+    was_permitted: bool = False
+    """Whether its limits have let it start: it comes before others of its key that wait."""
+    waiting_since: float = 0.0
+    """When it came to the lanes (monotonic)."""
+    permitted_at: float = 0.0
+    permit_until: float = 0.0
+    """Between these moments (monotonic) it may start without another permit of its rates."""
+    is_limited: bool = False
+    """Whether it may start only as long as its permit, or its slot, is its own."""
+    slot_until: float = 0.0
+    """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it has
+    none."""
+    prepared_from: float = 0.0
+    """When a lane began to prepare its start (monotonic)."""
+    held_until: float = 0.0
+    """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
+    weight: int = 1
+    """As how many records it counts; a large value counts as several."""
+    level: int = 0
+    """Its level of priority: 2 urgent, 1 high, 0 normal, -1 low."""
+    trace: Any = None
+    """What a tracer keeps of its run until that is settled."""
+    kind: str = ""
+    """The name of its handler, by which its run time is estimated."""
+    mode: Mode = Mode.POISON
+    """How it is run."""
+    batch: int | None = None
+    """Most deliveries its handler takes in one call; None for a handler of one."""
+    lease: str = ""
+    """The name of its lease."""
+    key: EventKey = NO_KEY
+    """Of its marker in ``processed_events``."""
+    shard: object
+    """What its order is kept by: its record's key, or the item several keys speak of. A record
+    without either asks for no order and is a shard of its own, the same one should it be handed out
+    again while it still runs here."""
+
     def __init__(
         self,
         record: Record,
@@ -62,56 +109,12 @@ class Delivery:
         self.handler = handler
         self.problem = problem
         self.deliveries = deliveries
-        self.attempt: Attempt | None = None
-        """The last attempt, while its way is not known to be over; see ``Attempt.must_not_run``."""
-        self.paused_since: datetime | None = None
-        """When it first met an error that pauses its partition; None: not in this worker."""
-        self.is_settled: bool = False
-        """Whether its outcome is durable and acknowledged: it is not to run again."""
-        self.took: float | None = None
-        """Seconds that its coroutine ran; None: it ended with an error, or has not run."""
-        self.is_orphan = self.was_permitted = False
-        """Whether it was being run when a worker died, and next runs in a group of its own; and
-        whether its limits have let it start: it comes before others of its key that wait."""
-        self.waiting_since: float = 0.0
-        """When it came to the lanes (monotonic)."""
-        self.permitted_at: float = 0.0
-        self.permit_until: float = 0.0
-        """Between these moments (monotonic) it may start without another permit of its rates."""
-        self.is_limited = False
-        """Whether it may start only as long as its permit, or its slot, is its own."""
-        self.slot_until: float = 0.0
-        """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it
-        has none."""
-        self.prepared_from: float = 0.0
-        """When a lane began to prepare its start (monotonic)."""
-        self.held_until: float = 0.0
-        """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
-        self.weight: int = 1
-        """As how many records it counts; a large value counts as several."""
-        self.level: int = 0
-        """Its level of priority: 2 urgent, 1 high, 0 normal, -1 low."""
-        self.trace: Any = None
-        """What a tracer keeps of its run until that is settled."""
         self.place: TopicPartition = TopicPartition(record.topic, record.partition)
         """The partition it came from."""
-        self.kind: str = ""
-        self.mode: Mode = Mode.POISON
-        """The name of its handler, by which its run time is estimated; and how it is run."""
-        self.batch: int | None = None
-        """Most deliveries its handler takes in one call; None for a handler of one."""
         if handler is not None and problem is None:
             self.kind, self.batch = handler.options.name, handler.options.batch
             outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
             self.mode = Mode.ATOMIC if handler.options.atomic else outside
-        self.lease: str = ""
-        """The name of its lease."""
-        self.shard: object
-        """What its order is kept by: its record's key, or the item several keys speak of. A record
-        without either asks for no order and is a shard of its own, the same one should it be handed
-        out again while it still runs here."""
-        self.key: EventKey = NO_KEY
-        """Of its marker in ``processed_events``."""
         lease_id = None
         if message is not None:
             owner = handler.service if handler is not None else ""
@@ -139,6 +142,9 @@ def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery 
 
 class Ending(enum.Enum):
     """How an attempt ended; ``Attempt.reason`` says why."""
+
+    # Counts and signals are looked up by it for every job, and Enum's own hash is Python's.
+    __hash__ = object.__hash__
 
     COMPLETED = "completed"
     DUPLICATE = "duplicate"
