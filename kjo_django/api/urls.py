@@ -5,19 +5,23 @@ from __future__ import annotations
 from django.db import transaction
 from django.urls import path
 
-from kjo_django.api import (
-    actions,
-    dead_letters,
-    jobs,
-    limits,
-    queues,
-    schedules,
-    system,
-    workers,
-    workflows,
-)
-from kjo_django.api.endpoints import address
 from kjo_django.operations.actions import Subject
+
+try:
+    from kjo_django.api import (
+        actions,
+        dead_letters,
+        jobs,
+        limits,
+        queues,
+        schedules,
+        system,
+        workers,
+        workflows,
+    )
+    from kjo_django.api.endpoints import address
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: for the REST API, pip install 'kjo-django[api]'") from error
 
 app_name = "kjo_django_api"
 urlpatterns = [

@@ -38,9 +38,6 @@ from typing import Any
 
 from django.core.cache import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
-from django_redis import get_redis_connection
-from redis import ConnectionPool, Redis
-from redis.exceptions import NoScriptError, RedisError
 
 from kjo_django.coordination.base import (
     FIRST_CLAIM,
@@ -52,6 +49,13 @@ from kjo_django.coordination.base import (
 )
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.probing import answer_within
+
+try:
+    from django_redis import get_redis_connection
+    from redis import ConnectionPool, Redis
+    from redis.exceptions import NoScriptError, RedisError
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: for Redis, pip install 'kjo-django[redis]'") from error
 
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000

@@ -11,12 +11,16 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-import msgpack
 from django.utils.duration import duration_iso_string
 from django.utils.functional import Promise
 
 from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages.serializers import register_serializer
+
+try:
+    import msgpack
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: for MessagePack, pip install 'kjo-django[msgpack]'") from error
 
 
 class MsgpackSerializer:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = '''
 import importlib, pkgutil, sys, threading, time
@@ -111,7 +113,7 @@ print("all is well")
 '''
 
 
-def run(code, tmp_path):
+def run(code, tmp_path, *arguments):
     """Run a program in a fresh interpreter, with no server named, and return how it ended."""
     program = tmp_path / "program.py"
     program.write_text("import tests.settings as tests_settings\n" + code)
@@ -119,7 +121,7 @@ def run(code, tmp_path):
         key: value for key, value in os.environ.items() if not key.endswith(("_URL", "_SERVERS"))
     }
     return subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "db.sqlite3")],
+        [sys.executable, str(program), str(tmp_path / "db.sqlite3"), *arguments],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -178,6 +180,37 @@ def test_where_kafka_is_named_and_not_installed_one_line_names_the_extra(tmp_pat
     assert done.returncode == 1, done.stderr[-3000:]  # the health is not well
     assert "pip install 'kjo-django[kafka]'" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "Traceback" not in done.stderr
+
+
+ONE_IS_NAMED = (
+    PROGRAM[: PROGRAM.index("# Everything public")]
+    + """
+try:
+    importlib.import_module(sys.argv[2])
+except (ImportError, django.core.exceptions.ImproperlyConfigured) as error:
+    print(error)
+else:
+    raise AssertionError("It can be imported")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("transports.kafka", "kafka"),
+        ("transports.redis_streams", "redis"),
+        ("coordination.redis", "redis"),
+        ("api.urls", "api"),
+        ("messages.msgpack", "msgpack"),
+    ],
+)
+def test_what_needs_an_extra_names_it_in_one_line(tmp_path, module, extra):
+    done = run(ONE_IS_NAMED, tmp_path, f"kjo_django.{module}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("No module named")
+    assert line.endswith(f"pip install 'kjo-django[{extra}]'")
 
 
 def test_the_clients_it_does_without_are_installed_here():

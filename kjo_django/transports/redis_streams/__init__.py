@@ -1,5 +1,8 @@
 """The transport through Redis Streams."""
 
-from kjo_django.transports.redis_streams.transport import RedisStreamsTransport
+try:
+    from kjo_django.transports.redis_streams.transport import RedisStreamsTransport
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: for Redis, pip install 'kjo-django[redis]'") from error
 
 __all__ = ["RedisStreamsTransport"]
