@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -178,7 +179,17 @@ INSERT INTO django_celery_beat_clockedschedule VALUES (1, '2031-01-01 00:00:00')
 
 
 @pytest.fixture
-def tables() -> Iterator[Any]:
+def no_tables() -> Iterator[None]:
+    """Drop the tables of django-celery-beat after the test."""
+    yield
+    with connection.cursor() as cursor:
+        for name in connection.introspection.table_names(cursor):
+            if name.startswith("django_celery_beat_"):
+                cursor.execute(f"DROP TABLE {name}")
+
+
+@pytest.fixture
+def tables(no_tables: None) -> Iterator[Any]:
     """The tables of django-celery-beat, and what inserts a task."""
     columns = {
         "args": "[]",
@@ -191,11 +202,13 @@ def tables() -> Iterator[Any]:
         "description": "",
     }
     with connection.cursor() as cursor:
-        for statement in DDL.split(";\n"):
+        for statement in filter(None, DDL.split(";\n")):
             cursor.execute(statement)
 
+        ids = itertools.count(1)
+
         def insert(name: str, task: str = "old.tasks.rebuild", **own: Any) -> None:
-            values = {"name": name, "task": task, **columns, **own}
+            values = {"id": next(ids), "name": name, "task": task, **columns, **own}
             cursor.execute(
                 f"INSERT INTO django_celery_beat_periodictask ({', '.join(values)})"
                 f" VALUES ({', '.join(['%s'] * len(values))})",
@@ -205,6 +218,7 @@ def tables() -> Iterator[Any]:
         yield insert
 
 
+@pytest.mark.django_db(transaction=True)
 def test_the_tables(tables, clock):
     tables("interval", interval_id=1, last_run_at=(now() - minutes(4)).replace(tzinfo=None))
     tables("cron", crontab_id=1, enabled=False, task="shop.tasks.send", args='["ann", "hi"]')
@@ -244,6 +258,8 @@ def test_the_tables(tables, clock):
     )
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("no_tables")
 def test_the_tables_of_an_old_release(clock):
     """Release 1.1 had neither clocked schedules nor most columns."""
     with connection.cursor() as cursor:

@@ -30,7 +30,7 @@ def store_many(count: int, **columns: object) -> None:
 def test_a_look_at_ten_thousand_schedules_costs_an_idle_worker_next_to_nothing(real_database):
     store_many(MANY)
     with connection.cursor() as cursor:
-        cursor.execute("ANALYZE")
+        cursor.execute("ANALYZE TABLE kjo_schedule" if connection.vendor == "mysql" else "ANALYZE")
     ticker = step()
     with CaptureQueriesContext(
         connection,

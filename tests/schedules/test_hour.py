@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import connection, connections
 
 from kjo_django.models import Job, Schedule
 from kjo_django.runtime import current_runtime
@@ -63,6 +63,8 @@ def columns(number: int) -> dict[str, Any]:
 
 
 def test_each_tick_is_one_job(real_database, clock, monkeypatch):
+    if connection.vendor == "mysql":
+        pytest.skip("a death is a connection that is closed, which PyMySQL does not take twice")
     boundary.install(monkeypatch, [])
     began = now()
     rows = [

@@ -71,6 +71,7 @@ def test_ticks_are_counted_and_so_are_late_and_skipped_ones(clock):
     assert list(counts) == [("missed", 3, 2, 2), ("nightly", 5, 4, 0)]
 
 
+@pytest.mark.django_db(transaction=True)
 def test_a_look_that_fails_is_repeated_at_once_and_a_database_that_is_away_is_told(
     clock, monkeypatch
 ):

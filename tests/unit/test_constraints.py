@@ -30,6 +30,8 @@ def test_two_jobs_of_a_queue_cannot_have_one_id_and_any_number_can_have_none(rea
 
 
 def test_jobs_without_an_id_are_not_in_the_index(real_database):
+    if connection.vendor == "mysql":
+        pytest.skip("its indexes have no conditions")
     # When
     with connection.cursor() as cursor:
         if real_database == "postgresql":
@@ -63,7 +65,8 @@ def test_where_indexes_have_no_conditions_they_begin_with_the_columns_of_theirs(
     indexes = {index.name: index for index in Job._meta.indexes}
     editor = connection.schema_editor(collect_sql=True)
     text = str(indexes["kjo_job_due_idx"].create_sql(Job, editor))
-    assert text.replace('"', "").endswith("ON kjo_job (state, available_at, id)")
+    unquoted = text.replace('"', "").replace("`", "")
+    assert unquoted.endswith("ON kjo_job (state, available_at, id)")
     assert "models.W037" not in {problem.id for problem in Job.check(databases=["default"])}
 
 

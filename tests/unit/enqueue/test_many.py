@@ -71,6 +71,8 @@ def test_what_became_of_ids_is_asked_only_where_one_was_taken(transport, count):
         return sum("kjo_job" in q["sql"] and q["sql"].startswith("SELECT") for q in queries)
 
     # When, then
+    if connection.vendor == "mysql":
+        pytest.skip("its INSERT does not tell which rows it has made")
     assert selects([f"new {n}" for n in range(count)]) == 0
     assert selects([f"new {n}" for n in range(count)]) == 1
     assert Job.objects.count() == count + 1
