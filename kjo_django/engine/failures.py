@@ -40,7 +40,13 @@ from kjo_django.exceptions import (
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
-from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
+from kjo_django.messages.serializers import (
+    JSON,
+    MAX_ERROR_LENGTH,
+    one_line,
+    storable_json,
+    storable_text,
+)
 from kjo_django.models import (
     ORIGIN_ID,
     DeadLetter,
@@ -513,9 +519,8 @@ def error_facts(error: BaseException | None) -> tuple[str, Any]:
 def _storable_json(value: Any) -> Any:
     """Return a value as JSON gives it back; None where a row cannot hold it."""
     data = JSON.dumps(value)
-    is_storable = len(data) <= MAX_DETAILS and storable_text(text := data.decode()) == text
-    # Escaped in JSON, but no text of PostgreSQL.
-    return JSON.loads(data) if is_storable and "\\u0000" not in text else None
+    found = JSON.loads(data) if len(data) <= MAX_DETAILS else None
+    return found if storable_json(found) == found else None
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:

@@ -202,8 +202,8 @@ def storable_text(text: str, limit: int | None = None) -> str:
     return text if limit is None else text[:limit]
 
 
-DEEPEST_STORED = 100
-"""Levels of JSON that are kept in a column of it."""
+DEEPEST_STORED = 30
+"""Levels of JSON that are kept in a column of it; MariaDB takes no more than 32."""
 
 
 def storable_json(value: Any, levels: int = DEEPEST_STORED) -> Any:

@@ -46,7 +46,7 @@ def service(transport):
 
     @event_handler("USER_PROFILE_UPDATED", topic=TOPIC, max_attempts=3)
     def update(event: BaseEvent) -> None:
-        Entry.objects.create(job=event.id, note=event.source)
+        Entry.objects.create(job=event.id[:100], note=event.source)
         if event.data.get("fail"):
             raise RuntimeError("not now")
 

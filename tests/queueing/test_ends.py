@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -63,6 +64,7 @@ ERRORS: dict[str, Exception] = {
     "odd": Refused("odd", what={1, 2}),
     "binary": Refused("binary", what="\x00"),
     "huge": Refused("huge", what="x" * 100_000),
+    "deep": Refused("deep", what=json.loads("[" * 40 + "]" * 40)),
 }
 
 
@@ -130,6 +132,7 @@ def test_who_waits_for_a_failed_job_is_told_the_same(queue: Queue) -> None:
         ("odd", "CARD_EXPIRED", None),
         ("binary", "CARD_EXPIRED", None),
         ("huge", "CARD_EXPIRED", None),
+        ("deep", "CARD_EXPIRED", None),
     ],
 )
 def test_what_cannot_be_kept_of_an_error_hurts_nobody(

@@ -401,6 +401,9 @@ def test_a_rollback_leaves_what_was_before(definition, told, transport):
 
 
 def test_a_window_costs_one_query_more_and_others_pay_nothing(transport):
+    if connections["default"].vendor == "mysql":
+        pytest.skip("its INSERT does not tell which rows it has made: one more query")
+
     def queries(definition: Any) -> list[str]:
         with CaptureQueriesContext(connections["default"]) as found:
             definition.enqueue(job="a")
