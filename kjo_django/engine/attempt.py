@@ -143,9 +143,6 @@ def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery 
 class Ending(enum.Enum):
     """How an attempt ended; ``Attempt.reason`` says why."""
 
-    # Counts and signals are looked up by it for every job, and Enum's own hash is Python's.
-    __hash__ = object.__hash__
-
     COMPLETED = "completed"
     DUPLICATE = "duplicate"
     """The message has taken effect before."""

@@ -40,13 +40,7 @@ from kjo_django.exceptions import (
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
-from kjo_django.messages.serializers import (
-    JSON,
-    MAX_ERROR_LENGTH,
-    one_line,
-    storable_json,
-    storable_text,
-)
+from kjo_django.messages.serializers import MAX_ERROR_LENGTH, kept_json, one_line, storable_text
 from kjo_django.models import (
     ORIGIN_ID,
     DeadLetter,
@@ -503,7 +497,7 @@ def error_facts(error: BaseException | None) -> tuple[str, Any]:
     try:
         described = getattr(error, "to_dict", None)
         found = described() if callable(described) else getattr(error, "details", None)
-        details = _storable_json(found)
+        details = kept_json(found, MAX_DETAILS)
     except Exception:
         details = None
     try:
@@ -514,13 +508,6 @@ def error_facts(error: BaseException | None) -> tuple[str, Any]:
         return (storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""), details
     except Exception:
         return "", details
-
-
-def _storable_json(value: Any) -> Any:
-    """Return a value as JSON gives it back; None where a row cannot hold it."""
-    data = JSON.dumps(value)
-    found = JSON.loads(data) if len(data) <= MAX_DETAILS else None
-    return found if storable_json(found) == found else None
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:

@@ -587,9 +587,8 @@ class Pipeline:
 
         Of two records of one job one is deferred.
         """
-        leases = self._leases
-        leases.show_alive_if_late()
-        now = timezone.now()
+        self._leases.show_alive_if_late()
+        leases, now = self._leases, timezone.now()
         attempts = admission.admit_group(leases, deliveries, marks=False)
         judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
         # Another record of a job may be with another lane, and its lease is this worker's too.

@@ -361,9 +361,8 @@ class LeaseBook:
     def show_alive_if_late(self) -> None:
         """Give the sign of life now if the thread that gives it is late, as on an SQLite that many
         write to: while it is missing, others take over at once what begins here."""
-        lasts = self.alive_ttl.total_seconds()
-        is_late = self._clock.monotonic() > self._shown_at + lasts / 2
-        if self._has_shown and is_late and not self._breaker.is_open():
+        due = self._shown_at + self.alive_ttl.total_seconds() / 2
+        if self._has_shown and self._clock.monotonic() > due and not self._breaker.is_open():
             self.show_alive()
 
     def _claim_slots_again(self) -> None:

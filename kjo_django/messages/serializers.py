@@ -225,6 +225,14 @@ def storable_json(value: Any, levels: int = DEEPEST_STORED) -> Any:
     return [storable_json(each, levels - 1) for each in value]
 
 
+def kept_json(value: Any, most: int) -> Any:
+    """Return a value as JSON gives it back; None where a column cannot keep it as it is, or it
+    takes more than so many bytes."""
+    data = JSON.dumps(value)
+    found = JSON.loads(data) if len(data) <= most else None
+    return found if storable_json(found) == found else None
+
+
 def loads_for_display(data: bytes, content_type: str) -> Any:
     """Decode for people; bytes that cannot be decoded are shown as text that says so."""
     try:

@@ -92,12 +92,11 @@ class DatabaseCoordination(Coordination):
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
         """Extend in one statement. If not all were extended, a second one asks which were."""
-        store = self._store
 
         def extend(batch: Sequence[str]) -> dict[str, str]:
-            with store.transaction() if store.has_one_writer else nullcontext():
+            with nullcontext() if self.writes_concurrently else self._store.transaction():
                 # Waiting for the one writer takes seconds at times, in which a lease may expire.
-                store.take_write_lock(Lease)
+                self._store.take_write_lock(Lease)
                 now = self.clock.now()
                 live = self._leases.filter(name__in=batch, token=token, expires_at__gt=now)
                 extended = live.update(expires_at=now + ttl)
