@@ -350,7 +350,7 @@ def test_handlers_of_every_kind_before_and_after_the_start(
     assert events == ["started", "stopped"]
     # And it may start again
     one.start()
-    assert one.enqueue_and_wait("d", 5) == 10
+    assert one.enqueue_and_wait("d", 5, timeout=90) == 10
 
 
 def test_stop_waits_and_hands_back(queue: Queue) -> None:
@@ -384,7 +384,7 @@ def test_stop_waits_and_hands_back(queue: Queue) -> None:
     assert state_of(queue, "stubborn") in ("queued", "processing")
     may_end.set()
     queue.start()
-    assert queue.wait("stubborn") == "done"
+    assert queue.wait("stubborn", timeout=90) == "done"
     assert runs[1:] == [("stubborn", 1), ("stubborn", 1)]
 
 
