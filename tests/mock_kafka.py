@@ -56,6 +56,11 @@ class MockKafka:
             (ctypes.c_int * len(codes))(*codes),
         )
 
+    def accept(self, *requests: int) -> None:
+        """Refuse none of these kinds any more, whatever is left of what was to be refused."""
+        for request in requests:
+            self._lib.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(request))
+
     def publish_with_header(self, topic: str, value: bytes, header: bytes) -> None:
         """Publish what the Python client cannot: a header name of any bytes."""
         lib, text, size = self._lib, ctypes.create_string_buffer(512), 512
@@ -103,6 +108,7 @@ def library() -> ctypes.CDLL:
         ),
         "rd_kafka_mock_broker_set_down": (ctypes.c_int, [pointer, ctypes.c_int32]),
         "rd_kafka_mock_broker_set_up": (ctypes.c_int, [pointer, ctypes.c_int32]),
+        "rd_kafka_mock_clear_request_errors": (None, [pointer, ctypes.c_int16]),
         "rd_kafka_mock_push_request_errors_array": (
             None,
             [pointer, ctypes.c_int16, ctypes.c_size_t, pointer],

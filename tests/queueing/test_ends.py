@@ -140,8 +140,9 @@ def test_what_cannot_be_kept_of_an_error_hurts_nobody(
 ) -> None:
     queue.enqueue("a", payload)
     drain(raise_errors=False)
-    failure = JobFailure.objects.get()
-    assert (failure.code, failure.details) == (code, details)
+    # On a busy machine the retry is due before the drain has ended.
+    failures = JobFailure.objects.values_list("code", "details")
+    assert next(iter(failures.order_by("attempt"))) == (code, details)
     status = queue.get_status("a")
     assert status is not None
     assert (status.error_code, status.error_details) == (code or None, details)

@@ -235,7 +235,11 @@ def row_locked(pk: Any, lock: str = "FOR UPDATE") -> Iterator[None]:
             cursor.execute("BEGIN")
             cursor.execute(f"SELECT id FROM kjo_job WHERE id = %s {lock}", [pk])
             assert cursor.fetchone() is not None
-        yield
+            try:
+                yield
+            finally:
+                # A server notices a closed connection some time later, this it answers.
+                cursor.execute("ROLLBACK")
     finally:
         other.close()
 
