@@ -56,12 +56,13 @@ def run(*command: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built(build_once: Callable[..., Path]) -> dict[str, Path]:
     missing = [name for name in ("hatchling", "twine") if importlib.util.find_spec(name) is None]
     if missing and not os.environ.get("CI"):
         pytest.skip(f"{', '.join(missing)} is not installed: pip install --group dev")
-    folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "hatchling", "build", "-d", folder)
+    folder = build_once(
+        "dist", lambda folder: run(sys.executable, "-m", "hatchling", "build", "-d", folder)
+    )
     return {path.suffix: path for path in folder.iterdir()}
 
 
@@ -187,6 +188,7 @@ def reader(environment: Environment, tmp_path: Path) -> Iterator[Reader]:
     reader.end()
 
 
+@pytest.mark.large
 def test_the_wheel_runs_the_five_minutes_where_nothing_else_is(
     environment: Environment, reader: Reader, record_property: Callable[[str, object], None]
 ) -> None:
@@ -213,6 +215,7 @@ def test_the_wheel_runs_the_five_minutes_where_nothing_else_is(
     reader.run(f"python manage.py shell -c '{LOOKS_RIGHT}'")
 
 
+@pytest.mark.large
 def test_the_tutorial_works_on_every_django(environment: Environment, reader: Reader) -> None:
     if environment.django == ".".join(map(str, django.VERSION[:2])):
         pytest.skip("tests/acceptance/test_tutorial.py follows it on this Django")

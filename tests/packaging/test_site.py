@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -38,20 +39,22 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(build_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [name for name in TOOLS if importlib.util.find_spec(name) is None]
     if missing and not os.environ.get("CI"):
         pytest.skip(f"{', '.join(missing)} is not installed: pip install --group docs")
-    made = tmp_path_factory.mktemp("site")
-    command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
-    trees = tmp_path_factory.mktemp("trees")
-    done = subprocess.run(
-        [sys.executable, *command, "-d", str(trees), str(ROOT / "docs"), str(made)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return made
+
+    def build(made: Path) -> None:
+        command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
+        trees = tmp_path_factory.mktemp("trees")
+        done = subprocess.run(
+            [sys.executable, *command, "-d", str(trees), str(ROOT / "docs"), str(made)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return build_once("site", build)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
 """pytest fixtures: `pytest_plugins = ["tests.services.fixtures"]` in the root conftest.
 
 Each server starts when the first test asks for it and stops with the session; pytest-xdist workers
-have their own. A server named by its environment variable is used instead. These servers are
-shared: a test that stops or kills one makes its own (`with KafkaServer() as kafka:`).
+have their own. Of Kafka they share one, where each test has topics and groups of its own: an idle
+broker takes a twentieth of a processor. A server named by its environment variable is used instead.
+These servers are shared: a test that stops or kills one makes its own (`with KafkaServer() as
+kafka:`).
 """
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,7 @@ from tests.services.environment import (
     REDIS_VARIABLE,
     given,
 )
-from tests.services.errors import Unprovisionable
+from tests.services.errors import ServiceError, Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaServer
 from tests.services.mariadb import MariaDbServer
@@ -57,9 +60,41 @@ def require(
         raise
 
 
+_shared_kafka: list[KafkaServer] = []
+"""The broker that this process has started for those of its parallel run."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start a broker for the processes of a parallel run, and tell each where it is."""
+    if given(KAFKA_VARIABLE):
+        return
+    if not _shared_kafka:
+        try:
+            provision(redis=False, postgres=False)
+        except ServiceError:
+            return  # they will say what is missing, where it is needed
+        _shared_kafka.append(KafkaServer())
+        _shared_kafka[0].launch()
+    node.workerinput[KAFKA_VARIABLE] = _shared_kafka[0].url
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready() -> None:
+    """Wait for the broker while the processes collect their tests."""
+    for server in _shared_kafka:
+        server.wait_ready()
+
+
+def pytest_unconfigure() -> None:
+    while _shared_kafka:
+        _shared_kafka.pop().close()
+
+
 @pytest.fixture(scope="session")
-def kafka_server() -> Iterator[KafkaServer | GivenServer]:
-    if url := given(KAFKA_VARIABLE):
+def kafka_server(request: pytest.FixtureRequest) -> Iterator[KafkaServer | GivenServer]:
+    shared = getattr(request.config, "workerinput", {}).get(KAFKA_VARIABLE)
+    if url := given(KAFKA_VARIABLE) or shared:
         yield GivenServer(url)
         return
     require(kafka=True)
