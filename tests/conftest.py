@@ -15,7 +15,7 @@ from kjo_django.runtime import get_coordination
 # that no time limit ended.
 settings.register_profile("default", phases=[p for p in Phase if p is not Phase.explain])
 
-pytest_plugins = ["tests.databases", "tests.services.fixtures"]
+pytest_plugins = ["tests.databases", "tests.services.fixtures", "tests.selection"]
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,8 @@ from tests.services import (
 )
 from tests.services.ports import free_port, is_open
 
+pytestmark = pytest.mark.medium  # starts servers
+
 ROOT = Path(__file__).parents[1]
 VARIABLES = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
 RUN = [sys.executable, "-m", "tests.services", "run"]
@@ -116,6 +118,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.large
 def test_a_command_reaches_all_three_servers_and_they_are_gone_after_it() -> None:
     # When a command runs with no server chosen
     done = run("--", sys.executable, "-c", TALK_TO_ALL_THREE)

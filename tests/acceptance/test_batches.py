@@ -12,6 +12,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.medium("mariadb")
 def test_a_worker_killed_in_the_middle_of_a_batch(any_engine: Engine, tmp_path: Path) -> None:
     engine = any_engine
     # Given batches that are committed

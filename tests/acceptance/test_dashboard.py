@@ -169,6 +169,7 @@ def worker(engine: Engine) -> Program:
     return engine.ready_worker()
 
 
+@pytest.mark.medium("real")
 @EVERY
 def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
     engine: Engine, site: Site, worker: Program, tmp_path: Path
@@ -273,6 +274,7 @@ def test_consumers_tell_who_has_what_and_what_runs(
     assert bool(ends) is not engine.is_sqlite, "only a log has offsets"
 
 
+@pytest.mark.medium("embedded")
 @EVERY
 def test_a_dead_letter_is_edited_and_replayed_and_completes(
     engine: Engine, site: Site, worker: Program
@@ -330,6 +332,7 @@ def test_a_held_step_is_replayed_and_its_workflow_carries_on_to_its_end(
     assert len(site.find_all("input[name=job]")) == 5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["embedded"])
 def test_a_refresh_keeps_what_the_operator_chose_and_where_they_are(
     engine: Engine, site: Site
@@ -402,6 +405,7 @@ def test_the_choice_of_the_refresh_is_remembered(engine: Engine, site: Site) -> 
     assert Select(site.find("#kjo-refresh")).first_selected_option.get_attribute("value") == "15"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["embedded"])
 def test_who_is_signed_out_is_told(engine: Engine, site: Site) -> None:
     site.open()
@@ -410,9 +414,14 @@ def test_who_is_signed_out_is_told(engine: Engine, site: Site) -> None:
     site.wait_for("You are signed out", "#kjo-refresh-state")
 
 
+@pytest.mark.medium("on-a-desk")
 @pytest.mark.parametrize("name", ["embedded"])
+@pytest.mark.parametrize(
+    "looks",
+    [pytest.param(LOOKS[:1], id="on-a-desk"), pytest.param(LOOKS[1:], id="narrow-and-dark")],
+)
 def test_axe_finds_nothing_on_any_screen(
-    engine: Engine, site: Site, worker: Program, tmp_path: Path
+    engine: Engine, site: Site, worker: Program, tmp_path: Path, looks: tuple[Any, ...]
 ) -> None:
     # Given something to see on every screen
     workflow = imported(fails=True, on_failure="hold")
@@ -434,12 +443,12 @@ def test_axe_finds_nothing_on_any_screen(
     screens += (f"schedules/{schedule.pk}/edit/", "dead-letters/all/", f"dead-letters/{letter.pk}/")
     screens += (f"dead-letters/{letter.pk}/edit/", "dead-letters/replay/?all=1", "consumers/")
     screens += ("events/", "status/", "personal-data/", f"personal-data/{counted.pk}/")
-    # When each is looked at on a desk, on a telephone and in the dark
+    # When each is looked at
     found = []
     for path in screens:
         site.open(path)
         assert site.find_all("#content-main"), path
-        for scheme, width, rules in LOOKS:
+        for scheme, width, rules in looks:
             chromium.look(site.chrome, width=width, height=900, scheme=scheme)
             broken = axe.violations(site.chrome, *rules)
             found += [f"{path} {scheme} {width}: {each}" for each in broken]
@@ -451,6 +460,7 @@ def test_axe_finds_nothing_on_any_screen(
     assert any("button-name" in each for each in axe.violations(site.chrome))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["embedded"])
 def test_every_page_works_without_javascript(engine: Engine, worker: Program) -> None:
     jobs.refuse.using(id="dead").enqueue(job="dead")

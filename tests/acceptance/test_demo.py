@@ -110,6 +110,7 @@ def assert_shipped_file_is_settled(result: Mapping[str, Any]) -> None:
     assert result["seconds"] > 0
 
 
+@pytest.mark.medium
 def test_the_shipped_orders_are_settled_and_every_effect_happened_once(shop: Shop) -> None:
     result = shop.result()
 
@@ -274,6 +275,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.medium("binary")
 @pytest.mark.parametrize(("content", "message"), UNUSABLE.values(), ids=UNUSABLE.keys())
 def test_a_file_of_no_use_is_refused_and_leaves_nothing(
     shop: Shop, tmp_path: Path, content: bytes, message: str
@@ -290,6 +292,7 @@ def test_a_file_of_no_use_is_refused_and_leaves_nothing(
     assert not shop.database.exists()
 
 
+@pytest.mark.medium("a folder")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

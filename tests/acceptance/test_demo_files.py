@@ -7,6 +7,8 @@ import pytest
 from example_project.shop.demo.orders_file import OrdersFile
 from example_project.shop.demo.text import FileError
 
+pytestmark = pytest.mark.medium  # quick, of a folder that is not
+
 HEADER = "InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country"
 ROW = "539761,20705,MRS ROBOT SOFT TOY,8,2010-12-22 10:29:00,1.95,17593.0,United Kingdom"
 FILE = f"{HEADER}\n{ROW}\n"

@@ -10,6 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django.conf import Settings
 from kjo_django.values import read_options
 
+pytestmark = pytest.mark.medium  # quick, of a folder that is not
+
 SETTINGS = Path(__file__).resolve().parents[2] / "example_project" / "settings.py"
 VARIABLES = {
     "KAFKA_BOOTSTRAP_SERVERS": "localhost:9092",

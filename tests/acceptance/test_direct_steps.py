@@ -28,6 +28,7 @@ def row_of(engine: Engine, name: str) -> Job:
     return next(job for job in engine.jobs.all() if job.arguments["job"] == name)
 
 
+@pytest.mark.medium
 def test_a_step_runs_elsewhere_whose_worker_is_killed_when_it_has_released_it(
     real: Engine,
 ) -> None:

@@ -32,6 +32,7 @@ def group_saves_enqueue() -> Iterator[None]:
     post_save.sender_receivers_cache.clear()
 
 
+@pytest.mark.medium("embedded")
 @pytest.mark.usefixtures("group_saves_enqueue")
 def test_a_rolled_back_save_leaves_nothing(engine: Engine) -> None:
     # Given saves that enqueue, by hook and by hand, in a transaction
@@ -57,6 +58,7 @@ def test_a_rolled_back_save_leaves_nothing(engine: Engine) -> None:
     engine.assert_each_ran_once(["kept"])
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("group_saves_enqueue")
 def test_nothing_runs_before_its_transaction_commits(any_engine: Engine) -> None:
     # Given a worker that waits for work
@@ -83,6 +85,7 @@ def enqueue_elsewhere(name: str, **options: Any) -> Any:
         connections.close_all()
 
 
+@pytest.mark.medium("embedded")
 def test_a_save_is_killed_on_its_way(engine: Engine) -> None:
     """An autocommitted save and its job are committed together or not at all."""
     # When processes save, and are killed between the row and the job, before the commit, or not
@@ -96,6 +99,7 @@ def test_a_save_is_killed_on_its_way(engine: Engine) -> None:
     engine.assert_each_ran_once(["never"])
 
 
+@pytest.mark.medium
 def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
     # Given fifty threads that start together
     barrier = threading.Barrier(50)
@@ -116,6 +120,7 @@ def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
     assert enqueue_elsewhere("one", id="one").answer == "completed"
 
 
+@pytest.mark.medium("real")
 def test_fifty_threads_revive_one_id(engine: Engine) -> None:
     """Of fifty who find a cancelled job, one begins its next generation."""
     first = jobs.write.using(id="one").enqueue(job="first")
@@ -134,6 +139,7 @@ def test_fifty_threads_revive_one_id(engine: Engine) -> None:
     engine.assert_each_ran_once([f"thread-{answers.index('queued')}"])
 
 
+@pytest.mark.medium("embedded")
 def test_enqueue_cancel_enqueue(engine: Engine) -> None:
     enqueue_cancel_enqueue(engine, is_published=False)
 

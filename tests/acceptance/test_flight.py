@@ -14,6 +14,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.medium("postgres")
 def test_a_worker_killed_with_coroutines_in_flight(any_engine: Engine) -> None:
     engine = any_engine
     # Given a worker with coroutines in flight, some of them done

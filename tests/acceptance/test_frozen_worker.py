@@ -28,6 +28,7 @@ def freeze_in_the_middle(engine: Engine, path: Path, definition: Any) -> tuple[P
     return frozen, other
 
 
+@pytest.mark.medium("embedded")
 def test_a_frozen_worker_loses_its_job(engine: Engine, tmp_path: Path) -> None:
     """Outside a transaction, where the lease in the row decides."""
     # Given a job taken over from a frozen worker
@@ -53,6 +54,7 @@ def test_a_frozen_worker_loses_its_job(engine: Engine, tmp_path: Path) -> None:
     assert (engine.failures.get().attempt, engine.dead_letters.count()) == (1, 0)
 
 
+@pytest.mark.medium("real")
 def test_a_frozen_worker_comes_back_after_all_is_done(engine: Engine, tmp_path: Path) -> None:
     # Given a job taken over from a frozen worker and done
     path = tmp_path / "job"

@@ -61,6 +61,7 @@ def quiet(engine: ItemEngine) -> bool:
     return engine.lag_of_items() == 0 and not engine.jobs.open().exists()
 
 
+@pytest.mark.medium
 def test_the_lease_as_a_raw_client_sees_it(engine: ItemEngine, raw) -> None:
     """KJO-60, KJO-61, KJO-65 … 67: the key, its value, its time; nothing is stored elsewhere."""
     create_topic(engine)
@@ -152,6 +153,7 @@ def test_losing_redis_while_an_item_is_processed(engine: ItemEngine, raw) -> Non
     assert len(engine.calls()) == 1
 
 
+@pytest.mark.medium
 def test_the_consumer_goes_on_without_redis(engine: ItemEngine) -> None:
     """KJO-F20: retries and all."""
     create_topic(engine)

@@ -66,6 +66,7 @@ def read_all(engine: ItemEngine, topic: str, expected: int) -> list:
     return found
 
 
+@pytest.mark.medium
 def test_what_is_on_the_wire_and_in_redis(engine: ItemEngine, raw, topic: str) -> None:
     """KJO-17 … 24, KJO-27 … 29, KJO-101, KJO-F7, KJO-F18."""
     (item_id,) = engine.fill(1, body="hello")
@@ -97,6 +98,7 @@ def test_what_is_on_the_wire_and_in_redis(engine: ItemEngine, raw, topic: str) -
     assert message.partition() == partition_of(item_id, 4)
 
 
+@pytest.mark.medium
 def test_the_literals_of_the_seed(engine: ItemEngine, raw, topic: str) -> None:
     """KJO-28, KJO-29: EMAIL_SETTINGS as printed, 20 seconds."""
     engine.configure(PROCESSING_TTL=300)
@@ -105,6 +107,7 @@ def test_the_literals_of_the_seed(engine: ItemEngine, raw, topic: str) -> None:
     assert 18 <= raw.ttl(f"{engine.prefix}_SENT:{item_id}") <= 20
 
 
+@pytest.mark.medium
 def test_an_item_stays_in_its_partition(engine: ItemEngine, topic: str) -> None:
     """KJO-101, KJO-F7: under every type, and where Kafka's clients put its bare id."""
     ids = engine.fill(50)
@@ -124,6 +127,7 @@ def test_an_item_stays_in_its_partition(engine: ItemEngine, topic: str) -> None:
     assert len(set.union(*partitions.values())) == 4
 
 
+@pytest.mark.medium
 def test_changed_content_inside_the_ttl(engine: ItemEngine, raw, topic: str) -> None:
     """KJO-15, KJO-16, KJO-F3: item 3 of the issue."""
     ids = engine.fill(20)
@@ -199,6 +203,7 @@ def test_50000_tracking_keys(engine: ItemEngine, raw, topic: str) -> None:
     print(f"one run beside 50,000 + 50,000 tracking keys: {seconds:.2f} s")
 
 
+@pytest.mark.medium
 def test_redis_down(engine: ItemEngine, topic: str) -> None:
     """KJO-F8: production stops with an error, and goes on without where that is configured."""
     engine.fill(2)
@@ -221,6 +226,7 @@ def test_redis_down(engine: ItemEngine, topic: str) -> None:
     assert "cannot be used" in result.reason
 
 
+@pytest.mark.medium
 def test_a_missing_topic_is_created(engine: ItemEngine) -> None:
     """KJO-88 … 93: by whoever comes first."""
     engine.configure(
@@ -237,6 +243,7 @@ def test_a_missing_topic_is_created(engine: ItemEngine) -> None:
     assert (found.partitions, found.config["retention.ms"]) == (3, "604800000")
 
 
+@pytest.mark.medium
 def test_claims_end_with_the_send(engine: ItemEngine, raw, topic: str) -> None:
     """KJO-F2: an error releases them too."""
     (item_id,) = engine.fill(1, body="x" * 200)

@@ -41,6 +41,7 @@ def engine(pooler: PgBouncerServer, database_url: str, tmp_path: Path) -> Iterat
         yield engine
 
 
+@pytest.mark.medium
 def test_killed_behind_a_pooler(engine: Engine) -> None:
     """Its sessions are the pooler's, which rolls back what the dead one had begun."""
     with Load(rate=60) as load:
@@ -116,6 +117,7 @@ def test_a_bystander_is_not_ended(nameless: Engine) -> None:
             connection.execute("SELECT 1")
 
 
+@pytest.mark.medium
 def test_nobody_can_listen(engine: Engine, pooler: PgBouncerServer) -> None:
     # When one listens by way of the pooler
     with pytest.raises(CoordinationError, match="LISTEN_DATABASE"):
@@ -148,6 +150,7 @@ def test_a_way_around_to_listen(engine: Engine, database_url: str) -> None:
     assert worker.stop() == 0, worker.log_tail()
 
 
+@pytest.mark.medium
 def test_rows_are_streamed_within_a_transaction(engine: Engine) -> None:
     Entry.objects.using(ALIAS).bulk_create(Entry(job=f"job-{number}") for number in range(300))
     with psycopg.connect(engine.servers.database_url) as other:

@@ -104,6 +104,7 @@ FROZEN = [
 ]
 
 
+@pytest.mark.medium("embedded")
 @pytest.mark.parametrize(("name", "handler"), FROZEN)
 @pytest.mark.timeout(200)
 def test_a_frozen_worker_loses(engine: Engine, handler: Any, tmp_path: Path) -> None:
@@ -142,7 +143,9 @@ def test_a_frozen_worker_loses(engine: Engine, handler: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "handler"), [FROZEN[0], FROZEN[1]], ids=["embedded-outside", "postgres-atomic"]
+    ("name", "handler"),
+    [FROZEN[0], FROZEN[1]],
+    ids=["embedded-outside", "postgres-atomic"],
 )
 @pytest.mark.timeout(200)
 def test_a_freeze_spends_the_last_attempt(engine: Engine, handler: Any, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def streams(redis_server: Any, database_url: str, tmp_path: Path) -> Iterator[St
         yield engine
 
 
+@pytest.mark.medium
 def test_a_worker_killed_with_ten_jobs_in_flight_leaves_them_to_others_RST_F1(
     streams: StreamEngine,
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_backlog_of_5000_drains_fully_RST_F2_RST_F9(streams: StreamEngine) -> 
     assert streams.lag() == 0
 
 
+@pytest.mark.medium
 def test_a_worker_survives_a_flushed_redis_RST_F10(streams: StreamEngine) -> None:
     # Given a worker whose groups, leases and messages are all gone at once
     worker = streams.ready_worker()
@@ -93,6 +95,7 @@ def test_a_worker_survives_a_flushed_redis_RST_F10(streams: StreamEngine) -> Non
     assert worker.stop() == 0, worker.log_tail()
 
 
+@pytest.mark.medium
 def test_trimming_spares_what_any_group_still_needs_RST_F2(streams: StreamEngine) -> None:
     # Given a stream two groups read: one has acknowledged everything, one holds the fourth entry
     transport, client = get_transport(), streams.client
@@ -116,6 +119,7 @@ def test_trimming_spares_what_any_group_still_needs_RST_F2(streams: StreamEngine
     slow.close()
 
 
+@pytest.mark.medium
 def test_an_entry_another_system_wrote_is_read_as_its_fields_RST_21(streams: StreamEngine) -> None:
     # Given
     transport = get_transport()
@@ -130,6 +134,7 @@ def test_an_entry_another_system_wrote_is_read_as_its_fields_RST_21(streams: Str
     subscription.close()
 
 
+@pytest.mark.medium
 def test_a_replaced_payload_never_runs_and_a_debounced_one_runs_last(streams: StreamEngine) -> None:
     # Given a job whose message is in the stream, and one whose message is not
     streams.create_topics()

@@ -22,6 +22,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.medium("1")
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.postgres
@@ -51,6 +52,7 @@ def test_a_relay_killed_between_publish_and_record(real: Engine, batches: int) -
     assert real.failures.count() == 20
 
 
+@pytest.mark.medium("real")
 def test_copies_of_a_message_that_fails_at_first(engine: Engine) -> None:
     """Both copies in one group: the marker of the failed one must not make its retry a duplicate
     (found by killing workers on the real engine)."""

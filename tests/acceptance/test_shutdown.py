@@ -38,6 +38,7 @@ def let_go(path: Path) -> None:
     path.with_name(f"{path.name}.go").touch()
 
 
+@pytest.mark.medium("real")
 def test_what_runs_may_end(engine: Engine, tmp_path: Path) -> None:
     """RST-10, RST-F13: shutdown waits for what runs."""
     stop_in_the_middle(engine, tmp_path, signal.SIGTERM)
@@ -76,6 +77,7 @@ def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -
     assert engine.failures.count() == 0
 
 
+@pytest.mark.medium("embedded")
 def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
     # Given a worker that waits for a job
     worker = engine.ready_worker()
@@ -146,6 +148,7 @@ def test_a_handler_that_holds_sqlites_write_lock_does_not_hold_up_the_stop(
     assert embedded.jobs.get().attempts == 1
 
 
+@pytest.mark.medium
 def test_drain(engine: Engine) -> None:
     """--drain ends when all that is due is done, what handlers enqueue included."""
     jobs.spawn.enqueue(job="parent", children=20)
@@ -172,6 +175,7 @@ def test_max_messages(engine: Engine) -> None:
     engine.assert_each_ran_once(names)
 
 
+@pytest.mark.medium("embedded")
 def test_a_killed_child_is_replaced(engine: Engine) -> None:
     # Given two supervised worker processes
     def children() -> set[int]:

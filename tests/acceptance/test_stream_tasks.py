@@ -83,6 +83,7 @@ def await_all(tasks: Engine, names: list[str], timeout: float = 120) -> None:
     tasks.assert_each_ran_once(names)
 
 
+@pytest.mark.medium("streams")
 def test_a_task_runs_while_the_relay_cannot_note_that_it_was_sent(tasks: Engine) -> None:
     """It was taken for a message that bears the id of an open job of ours: acknowledged, no run."""
     # Given a task whose row is locked, as by a slow commit

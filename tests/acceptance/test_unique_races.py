@@ -35,6 +35,7 @@ def together(definition: Any, count: int = THREADS) -> list[Any]:
         return list(pool.map(enqueue, range(count)))
 
 
+@pytest.mark.medium
 def test_of_threads_that_enqueue_at_once_one_stores_the_job(any_engine: Engine) -> None:
     # When
     answers = together(jobs.write.using(unique_for=HOUR, unique_by=()))
@@ -47,6 +48,7 @@ def test_of_threads_that_enqueue_at_once_one_stores_the_job(any_engine: Engine) 
     any_engine.assert_each_ran_once([f"thread-{winner}"])
 
 
+@pytest.mark.medium("mariadb", "postgres")
 def test_of_threads_that_debounce_at_once_the_last_payload_runs(any_engine: Engine) -> None:
     # When
     answers = together(jobs.write.using(debounce=timedelta(seconds=2), unique_by=()))
@@ -61,6 +63,7 @@ def test_of_threads_that_debounce_at_once_the_last_payload_runs(any_engine: Engi
     any_engine.assert_each_ran_once([job.arguments["job"]])
 
 
+@pytest.mark.medium("real")
 def test_a_published_message_with_an_older_payload_never_runs(any_engine: Engine) -> None:
     # Given a job whose message is in the topic
     any_engine.create_topics()

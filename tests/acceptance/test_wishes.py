@@ -55,6 +55,7 @@ def test_a_quiet_worker_starts_nothing_holds_up_nothing_and_goes_on_when_told(
     assert worker.stop() == 0
 
 
+@pytest.mark.medium("embedded")
 def test_a_worker_that_is_stopped_ends_as_by_a_signal(engine: Engine, tmp_path: Path) -> None:
     """DASHBOARD 1.6: stop."""
     # Given

@@ -112,6 +112,7 @@ def kill_while_workflows_run(engine: Engine, workflows: int, steps: int, kills: 
     return assert_all_holds(engine)
 
 
+@pytest.mark.medium("real")
 @pytest.mark.timeout(400)
 def test_workflows_whose_workers_are_killed(engine: Engine, record_property: Any) -> None:
     record_property("steps", kill_while_workflows_run(engine, 6, 25, 4))

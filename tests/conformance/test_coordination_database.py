@@ -115,6 +115,7 @@ class TestSqlite(DatabaseCoordinationConformance):
         assert coordination.claim(odd, "you", MINUTE) == [FIRST_CLAIM] + [Claim(False, 1)] * 3
 
 
+@pytest.mark.large
 @pytest.mark.usefixtures("sqlite_alias", "_without_returning")
 class TestOldSqlite(DatabaseCoordinationConformance):
     alias = SQLITE

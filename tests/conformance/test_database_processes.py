@@ -62,6 +62,7 @@ def start(alias: str) -> Iterator[Any]:
         process.communicate()
 
 
+@pytest.mark.large
 def test_two_processes_drain_what_a_third_publishes(alias: str, start: Any) -> None:
     """Each record once, and each key in order, whoever got it (promise 1; DESIGN 5)."""
     consumers = [start("consume", "shared", "group", "3") for _ in "ab"]
@@ -112,6 +113,7 @@ def test_rows_of_a_killed_worker_come_back(alias: str, start: Any) -> None:
     subscription.close()
 
 
+@pytest.mark.large
 @pytest.mark.postgres
 class TestRestarts:
     """A server of its own, to be stopped under its clients."""

@@ -24,6 +24,7 @@ def is_member(subscription: Subscription) -> bool:
     return not subscription._closed  # type: ignore[attr-defined]
 
 
+@pytest.mark.large
 class TestKafkaMock(TransportConformance):
     # An abandoned consumer leaves its group once it was not polled for so long.
     lease = timedelta(seconds=1)

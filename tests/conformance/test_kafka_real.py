@@ -29,6 +29,7 @@ class TestKafka(TransportConformance):
         )
 
 
+@pytest.mark.large
 @pytest.mark.kafka
 class TestKafkaEager(TestKafka):
     """The older protocol, which takes every partition away at every rebalance."""
@@ -39,6 +40,7 @@ class TestKafkaEager(TestKafka):
     }
 
 
+@pytest.mark.large
 @pytest.mark.kafka
 class TestKafkaNextGeneration(TestKafka):
     """KIP-848: the broker decides the assignment."""

@@ -46,6 +46,8 @@ from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at
 
+pytestmark = pytest.mark.medium
+
 SECRET = "ada@example.com"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -15,6 +15,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.contrib.tasks import load_backends
 
+pytestmark = pytest.mark.medium  # of real processes
+
 ROOT = Path(__file__).parents[2]
 needs_framework = pytest.mark.skipif(
     find_spec("django.tasks") is None and find_spec("django_tasks") is None,

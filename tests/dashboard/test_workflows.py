@@ -263,6 +263,7 @@ def test_a_graph_is_shown_within_three_tenths_of_a_second(operator, make, count)
     assert text.count('class="kjo-front"') > 0.7 * count  # few of them are alike
 
 
+@pytest.mark.large
 @pytest.mark.timeout(120)
 def test_a_hundred_thousand_siblings_are_one_box_within_three_tenths_of_a_second(operator):
     row = many_alike(100_000)

@@ -77,6 +77,7 @@ def five_events(request, settings):
     made.close()
 
 
+@pytest.mark.large("kafka")
 def test_a_failing_third_message_and_a_restart(five_events) -> None:
     """Issue 5, item 3; KII-26: 3, 4 and 5 are delivered again, nothing of 1 and 2 is repeated."""
     transport, topic = five_events

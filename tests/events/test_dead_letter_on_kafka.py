@@ -129,6 +129,7 @@ def working(topic: str) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@pytest.mark.large("by a restart")
 @pytest.mark.parametrize(
     ("mended", "real_database"),
     [

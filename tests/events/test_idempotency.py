@@ -19,6 +19,8 @@ from tests.events.bench import EVENTS, MEMORY
 from tests.ledger.models import Entry
 from tests.unit.deliveries import kafka_at
 
+pytestmark = pytest.mark.medium
+
 SIX = """\
 ✅ First event processing: PASSED
 ✅ Duplicate event skipping: PASSED
@@ -159,6 +161,7 @@ def test_ten_threads_with_one_event(real_database: str) -> None:
     assert Entry.objects.count() == 1
 
 
+@pytest.mark.large("memory")
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("kjo", [{}, MEMORY], ids=["database", "memory"])
 def test_the_command_prints_the_seeds_six_lines(settings, kjo) -> None:

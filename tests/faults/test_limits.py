@@ -35,7 +35,7 @@ from tests.faults.world import World
 TIME_STANDS = True
 every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 in_memory = pytest.mark.parametrize("world", ["sqlite-memory"], indirect=True)
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.medium("sqlite-memory")]
 TICK = 0.04
 """Seconds; a start that is late by more than 0.05 s loses a permit of these rates."""
 BEAT = LimitDuty.SOON
@@ -90,6 +90,7 @@ def most_within(moments: Sequence[float], seconds: float) -> int:
     return max(sum(1 for m in ordered if first <= m < first + seconds) for first in ordered)
 
 
+@pytest.mark.large
 @every_engine
 def test_a_rate_holds_over_four_workers_for_a_minute(world: World) -> None:
     # Given

@@ -28,6 +28,7 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each:
 every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 
 
+@pytest.mark.medium("sqlite-memory")
 @every_engine
 @every_scenario
 def test_a_sample_of_faults(scenario: Scenario, world: World) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.mixed.invariants import Begin, Evidence, Lease, Letter, Row, complaints
 from tests.mixed.plan import ENGINES, Work, draw
 
+pytestmark = pytest.mark.medium  # quick, of a folder that is not
+
 WORKS = [
     Work("mx0x", "write", 0, 1),
     Work("mx1x", "keyed", 0, 2, key="k"),

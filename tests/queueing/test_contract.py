@@ -24,6 +24,8 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.patterns.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
 from tests.queueing.conftest import Recorder, wait_until
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 STRANGE_IDS = ["host:8080:7", "../../etc/passwd", "völlig egal ✓", "a" * 255, " a ", "%s{}"]
 
 
@@ -353,6 +355,7 @@ def test_handlers_of_every_kind_before_and_after_the_start(
     assert one.enqueue_and_wait("d", 5, timeout=90) == 10
 
 
+@pytest.mark.large("kafka", "memory", "sqlite")
 def test_stop_waits_and_hands_back(queue: Queue) -> None:
     """PJQ-49, PJQ-72, PJQ-76, PJQ-F13, PJQ-F14: what runs may end; what will not is aborted and
     runs elsewhere, with no attempt spent."""

@@ -263,6 +263,7 @@ def test_worker(job_worker):
 """
 
 
+@pytest.mark.large
 def test_the_pytest_plugin(tmp_path: Any) -> None:
     """In a process of its own: the plugin is imported before the apps are ready."""
     import os

@@ -27,6 +27,7 @@ def store_many(count: int, **columns: object) -> None:
     )
 
 
+@pytest.mark.large
 def test_a_look_at_ten_thousand_schedules_costs_an_idle_worker_next_to_nothing(real_database):
     store_many(MANY)
     with connection.cursor() as cursor:

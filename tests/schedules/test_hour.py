@@ -62,6 +62,7 @@ def columns(number: int) -> dict[str, Any]:
     return kinds[number % len(kinds)]
 
 
+@pytest.mark.large
 def test_each_tick_is_one_job(real_database, clock, monkeypatch):
     if connection.vendor == "mysql":
         pytest.skip("a death is a connection that is closed, which PyMySQL does not take twice")

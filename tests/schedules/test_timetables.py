@@ -154,6 +154,7 @@ def test_the_ticks_are_those_of_debians_cron_when_clocks_are_changed(zone, chang
         assert ticks == expected, expression
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("zone", CHANGES)
 def test_the_latest_ticks_are_those_that_came_last(zone):
     for change in CHANGES[zone]:

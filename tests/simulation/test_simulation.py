@@ -40,6 +40,7 @@ def check(simulation: Simulation, seed: int) -> None:
     assert not problems, "\n".join([told, *problems, dumped(steps)])
 
 
+@pytest.mark.large("database")
 @every_transport
 def test_a_sample_of_schedules(simulation: Simulation) -> None:
     end = really_now() + SAMPLE_SECONDS
@@ -58,6 +59,7 @@ def test_a_million_steps(simulation: Simulation) -> None:
         check(simulation, seed)
 
 
+@pytest.mark.large
 @every_transport
 def test_a_seed_repeats_exactly(simulation: Simulation) -> None:
     struck = 0
@@ -153,6 +155,7 @@ def test_a_thread_that_waits_gives_up_in_virtual_time(simulation: Simulation) ->
     assert seen_after(simulation, steps)[-1] == 0
 
 
+@pytest.mark.large
 @in_memory
 def test_what_breaks_a_promise_is_found_and_shrunk(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +174,7 @@ def test_what_breaks_a_promise_is_found_and_shrunk(
         assert not problems_of(simulation, part[:at] + part[at + 1 :])
 
 
+@pytest.mark.large
 @in_memory
 def test_a_countdown_that_is_wrong_is_found(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch

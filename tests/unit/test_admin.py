@@ -36,7 +36,7 @@ from tests.factories import (
 )
 from tests.unit.deliveries import on_memory
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.medium, pytest.mark.django_db]
 
 EVIL = "<script>alert(1)</script>"
 MODELS = ("job", "deadletter", "processedevent", "worker", "queuecontrol")

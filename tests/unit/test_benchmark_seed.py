@@ -21,7 +21,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds
 from tests.benchmarks.seeding.filling import fill
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.large]
 
 NOW = datetime(2026, 1, 8, tzinfo=UTC)
 JOBS, LETTERS = 20_000, 400

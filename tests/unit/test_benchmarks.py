@@ -24,6 +24,8 @@ from tests.benchmarks.profile import AROUND, REST, STAGES, by_stage
 from tests.benchmarks.rounds import Measured, medians, rounded, spread_percent
 from tests.benchmarks.workloads import WORKLOADS
 
+pytestmark = pytest.mark.medium
+
 
 def rate(value: float, **more: float) -> dict[str, float]:
     return {"jobs_per_second": value, **more}
@@ -230,6 +232,7 @@ def test_every_peer_has_its_side():
 # --- The whole ------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_it_measures_the_embedded_default(tmp_path, capsys):
     out = tmp_path / "result.json"
     sizes = ["--engine", "embedded", "--jobs", "600", "--rounds", "1", "--out", str(out)]

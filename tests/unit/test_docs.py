@@ -13,6 +13,8 @@ import pytest
 from kjo_django import signals
 from tests import reference
 
+pytestmark = pytest.mark.medium  # compares the pages with the code
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / ".github").glob("*.md"), *(ROOT / "docs").rglob("*.md")]

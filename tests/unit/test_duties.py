@@ -30,6 +30,8 @@ from kjo_django.worker.duties import (
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, Bench, SetClock
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 
 class Sweep(LeasedDuty):
     """Fails as often as it is told to."""

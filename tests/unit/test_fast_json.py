@@ -18,6 +18,8 @@ from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages import serializers
 from kjo_django.messages.serializers import JSON
 
+pytestmark = pytest.mark.medium  # many random values
+
 pytest.importorskip("orjson")
 
 VALUES = st.recursive(
@@ -66,6 +68,7 @@ def test_it_is_used_where_it_is_present(monkeypatch):
     assert asked == [b"7"]
 
 
+@pytest.mark.large
 @given(VALUES, st.sampled_from([None, 2]), st.booleans())
 def test_what_any_encoder_wrote_is_read_alike(value, indent, is_ascii):
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
@@ -156,6 +159,7 @@ def test_both_write_the_same_bytes_or_refuse_alike(payload):
     assert_both_write(payload)
 
 
+@pytest.mark.large
 @given(
     st.dictionaries(st.sampled_from([1, 2.5, True, None, (1,), Name.ANN, Number.ONE, "a"]), VALUES)
 )

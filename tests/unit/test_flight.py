@@ -30,6 +30,8 @@ from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
 from tests.unit.test_scheduler import delivery, handler
 from tests.unit.workers import WAIT, Running, wait_until
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 
 @pytest.fixture(params=["memory", "database"])
 def transport(request):
@@ -92,6 +94,7 @@ def test_the_slow_hold_up_nobody(configured, transport):
     assert not Job.objects.exclude(lease_token="").exists()
 
 
+@pytest.mark.large
 def test_thousands_are_in_flight_at_once(configured):
     # Given more than one lane takes at a time, each waiting for all
     count, here, everybody = 1500, [], threading.Event()

@@ -23,6 +23,8 @@ from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from tests.unit.deliveries import Silent
 from tests.unit.workers import WAIT, Configure, Noting
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 PROMISED = 1.0
 """Seconds until a job of an idle queue begins, whatever others do."""
 SOON = 3.0
@@ -122,6 +124,7 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
         assert working.slow_begun() == 1
 
 
+@pytest.mark.large("memory", "redis_streams")
 @pytest.mark.parametrize("limit", [100_000, 1_000])
 def test_a_worker_holds_a_limit_of_bytes_and_one_record_of_any_size(configure, transport, limit):
     # Given records of 20 kB

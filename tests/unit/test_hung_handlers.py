@@ -15,7 +15,10 @@ from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, entries
 from tests.unit.workers import WAIT, Running, wait_until
 
-pytestmark = pytest.mark.usefixtures("real_database")
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.usefixtures("real_database"),
+]  # threads and waits of a worker, in real time
 
 
 @pytest.fixture(autouse=True)

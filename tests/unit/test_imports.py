@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = '''
 import importlib, pkgutil, sys, threading, time

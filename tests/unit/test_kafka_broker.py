@@ -92,6 +92,7 @@ def test_what_the_broker_refuses_is_said(transport, name):
         transport.ensure_topics([TopicSpec(name, config={"retention.ms": "soon"})])
 
 
+@pytest.mark.large
 def test_a_topic_that_does_not_exist_is_an_error_of_its_record(kafka_server, transport, name):
     transport.ensure_topics([TopicSpec(name)])
     transport = KafkaTransport(
@@ -376,6 +377,7 @@ def test_a_killed_broker_that_comes_back_loses_nothing():
         transport.close()
 
 
+@pytest.mark.large
 def test_everything_ends_in_bounded_time_while_the_broker_is_gone():
     require(kafka=True)
     with KafkaServer() as server:

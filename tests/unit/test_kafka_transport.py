@@ -24,6 +24,8 @@ from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp
 from kjo_django.transports.kafka import KafkaTransport, publisher, reading, subscription
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
+pytestmark = pytest.mark.medium  # the client waits in real time, for a broker that is its own mock
+
 # The mock learns of a member that left when its session ends.
 QUICK = {"session.timeout.ms": 1000, "heartbeat.interval.ms": 100}
 
@@ -33,6 +35,13 @@ def mock() -> Iterator[MockKafka]:
     mock = MockKafka()
     yield mock
     mock.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_refuse(mock):
+    """What a test's client did not ask often enough to be refused would be refused to the next."""
+    yield
+    mock.accept(PRODUCE, OFFSET_COMMIT)
 
 
 @pytest.fixture
@@ -214,6 +223,7 @@ def test_behind_a_record_that_may_be_taken_later_its_key_is_held_back(
     assert values(read(subscribe(transport), 61))[1:] == numbers(0, 60)
 
 
+@pytest.mark.large
 def test_a_record_that_times_out_is_not_overtaken_by_a_later_one_of_its_key(connect, mock, topic):
     # Given room in the client for one record, so that the second begins to wait later
     transport = connect(
@@ -286,6 +296,7 @@ def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
     assert time.monotonic() - started < 0.5
 
 
+@pytest.mark.large
 def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
     transport = connect(**{"delivery.timeout.ms": 1000})
 
@@ -442,6 +453,7 @@ def test_a_partition_lost_while_it_was_paused_is_read_once_it_is_back(connect, t
     assert values(read(open_one, 3)) == numbers(0, 3)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     "code",
     [
@@ -485,6 +497,7 @@ def test_a_failed_commit_is_reported(transport, mock, topic, subscribe):
     )
 
 
+@pytest.mark.large
 def test_closing_while_a_revocation_waits_does_not_hang(connect, topic, group):
     transport = connect(**{"partition.assignment.strategy": "range"})
     first = transport.subscribe([topic], group)
@@ -520,6 +533,7 @@ def test_failing_callbacks_of_the_project_lose_nothing(connect, topic, subscribe
     assert values(read(subscription, 3000, max_records=50)) == numbers(0, 3000)
 
 
+@pytest.mark.large
 def test_an_outage_is_logged_in_a_few_lines(transport, mock, subscribe, caplog):
     caplog.set_level(logging.INFO, "kjo_django.kafka")
     open_one = subscribe(transport)
@@ -642,6 +656,7 @@ def test_records_of_an_assignment_made_during_the_call_are_not_trusted(
 # --- Pausing, the stash, waking -------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_polling_for_nothing_keeps_a_bounded_stash(transport, topic, subscribe, monkeypatch):
     monkeypatch.setattr(reading, "STASH_RECORDS", 50)
     contents = numbers(0, 2000)
@@ -756,6 +771,7 @@ def test_an_outage_is_reported_and_over_without_help(transport, mock, topic, sub
     assert values(read(open_one, 1)) == [b"3"]
 
 
+@pytest.mark.large
 def test_an_outage_has_one_text_however_long_it_lasts(transport, mock, topic, subscribe):
     """What a worker has not told of yet it tells: by each other text, a line a second."""
     publish(transport, topic, b"1")
@@ -840,6 +856,7 @@ def test_a_consumer_is_kept_while_the_cluster_answers_nobody(
     assert not any(asked)
 
 
+@pytest.mark.large
 def test_a_member_without_partitions_is_kept_while_the_cluster_answers(
     transport, topic, subscribe, monkeypatch
 ):

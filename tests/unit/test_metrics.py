@@ -46,7 +46,7 @@ from tests.factories import (
 )
 from tests.ledger.workflows import ended, imported
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.medium, pytest.mark.django_db(transaction=True)]
 TOKEN = "a-token-of-Prometheus"
 urlpatterns = [path("kjo/metrics", include("kjo_django.contrib.prometheus.urls"))]
 

@@ -28,7 +28,7 @@ from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory
 from tests.unit.deliveries import on_memory
 
 # The probes run in threads of their own, which see committed rows only.
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.medium, pytest.mark.django_db(transaction=True)]
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
 from tests.unit.workers import wait_until
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 MEMORY = {
     "BACKEND": "kjo_django.transports.memory.MemoryTransport",
     "OPTIONS": {"partitions": 2},

@@ -25,6 +25,8 @@ from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, MEMORY
 from tests.unit.workers import Configure, Noting
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 PROMISED = 1.0
 """Seconds until an urgent job begins, whatever others do."""
 SOON = 10.0

@@ -37,6 +37,8 @@ from kjo_django.patterns.kdlq.routing import Verdict, decide
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import NoSubscription, OutgoingRecord, Published, Record
 
+pytestmark = pytest.mark.medium  # compares the pages with the code
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "protocol.md"
 FILES = sorted((PAGE.parent / "protocol").glob("*.vectors.json"))
 MAX_BYTES = 900_000

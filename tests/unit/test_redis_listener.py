@@ -15,6 +15,8 @@ from redis import Redis
 from kjo_django.coordination import redis as listening
 from kjo_django.coordination.redis import RedisListener
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 
 class Server:
     """As much of a Redis as a listener meets. ``is_silent`` takes what comes and says nothing."""

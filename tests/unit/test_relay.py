@@ -38,6 +38,8 @@ from tests.ledger.jobs import always_fails, write, write_keyed
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due, row_locked
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 KINDS = {**KJO, **MEMORY, "QUEUES": {"ledger": {}, "other": {}}, "POLL_INTERVAL": 3600}
 
 
@@ -227,6 +229,7 @@ def test_a_backlog_alone_is_seldom_looked_behind(monkeypatch):
     assert sorted(looks) == ["other", "outgoing"]
 
 
+@pytest.mark.large
 def test_what_is_due_of_one_queue_is_read_by_its_index(postgres):
     """Also where PostgreSQL does not know yet how much of it there is."""
     # Given statistics from before the backlog
@@ -286,6 +289,7 @@ def test_what_was_published_and_not_noted_yet_is_left_out():
     assert (found.id, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     "ask", [lambda store: store.due_jobs(["ledger"], 10), lambda store: store.next_due(["ledger"])]
 )

@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import kjo_django
+
+pytestmark = pytest.mark.medium
 
 ROOT = Path(kjo_django.__file__).parent
 

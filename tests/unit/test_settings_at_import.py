@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.medium  # each starts commands
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys

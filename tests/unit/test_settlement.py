@@ -105,6 +105,7 @@ def rows_expected(plan: dict) -> int:
     return plan["Plan Rows"] if is_scan else sum(map(rows_expected, plan.get("Plans", ())))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("token", [None, "mine"])
 def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_database, token):
     """Misled, it compares each open row with each of the group's: seconds for a thousand."""

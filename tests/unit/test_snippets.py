@@ -33,6 +33,8 @@ from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.declarations import forgetting
 
+pytestmark = pytest.mark.medium  # compares the pages with the code
+
 HOW_TO = Path(__file__).resolve().parents[2] / "docs/how-to"
 PAGES = ["unique-jobs", "move-from-celery", "move-from-rq", "move-from-django-q2", "move-from-huey"]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

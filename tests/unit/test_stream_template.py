@@ -29,6 +29,7 @@ from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 
 pytestmark = [
+    pytest.mark.medium,  # threads and waits of a worker, in real time
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("forgotten_definitions"),
 ]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.medium  # of real processes
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, signal, sys, time, pathlib

@@ -27,6 +27,8 @@ from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 WAIT = 60
 
 

@@ -560,6 +560,7 @@ def test_a_counter_that_changes_makes_no_new_content():
     assert ItemProducer().produce_messages({}, 10).item_ids == [str(item.pk)]
 
 
+@pytest.mark.large
 def test_40000_excluded_ids_are_neither_too_many_nor_in_the_way(django_assert_max_num_queries):
     """KJO-F9: more than any database takes as parameters, and all of them come first."""
     Item.objects.bulk_create((Item() for _ in range(40_010)), batch_size=5000)

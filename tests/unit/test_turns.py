@@ -28,7 +28,10 @@ from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
 from tests.unit.workers import WAIT, Running, wait_until
 
-pytestmark = pytest.mark.usefixtures("real_database")
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.usefixtures("real_database"),
+]  # threads and waits of a worker, in real time
 AMPLE, SHORT, NEXT_TO_NONE = 600, 0.2, 0.000002
 """Seconds of budget: one nothing exhausts here, one a sleep does, one everything does."""
 GONE = OperationalError("server closed the connection unexpectedly")

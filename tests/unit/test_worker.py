@@ -41,6 +41,8 @@ from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
 from tests.unit.workers import WAIT, Running, wait_until
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 
 @pytest.fixture(params=["database", "memory"])
 def transport(request):

@@ -15,7 +15,10 @@ from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import Producer, always, consumer, send, settled, work
 
-pytestmark = pytest.mark.usefixtures("forgotten_definitions")
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.usefixtures("forgotten_definitions"),
+]  # threads and waits of a worker, in real time
 
 
 @pytest.mark.parametrize("atomic", [True, False])

@@ -19,7 +19,10 @@ from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
 from tests.unit.workers import wait_until
 
-pytestmark = pytest.mark.usefixtures("forgotten_definitions")
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.usefixtures("forgotten_definitions"),
+]  # threads and waits of a worker, in real time
 
 
 def test_an_item_is_processed_and_completed(quick):

@@ -25,6 +25,8 @@ from kjo_django.worker import Worker
 from tests.unit.deliveries import SetClock
 from tests.unit.workflows.conftest import KJO, MEMORY, Steps
 
+pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+
 LEASE = 30.0
 """Seconds that a step is its worker's: the default of ``RECORD_LEASE``."""
 

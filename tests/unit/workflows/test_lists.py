@@ -50,6 +50,7 @@ def test_workflows_are_found_by_a_name_an_id_and_the_beginning_of_one():
     assert not lists.find(text="monday", state="completed").exists()
 
 
+@pytest.mark.large
 @pytest.mark.timeout(180)
 def test_a_hundred_thousand_siblings_are_read_in_a_moment_waiting_and_running():
     with Workflow("many") as workflow:

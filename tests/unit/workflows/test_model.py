@@ -217,6 +217,7 @@ def empty() -> None:
 
 
 @pytest.mark.django_db
+@pytest.mark.medium
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
