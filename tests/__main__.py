@@ -25,12 +25,12 @@ from tests.services.provisioning import provision
 from tests.tiers import NAMES, Tier
 
 WORKERS = 4
-"""Most tests wait: for servers to come back, leases to end, processes to start. Side by side they
-wait at the same time; each worker has servers of its own, which take about a gigabyte."""
+"""Many tests wait: for servers to come back, leases to end, processes to start. Side by side they
+wait at the same time. Each worker has servers of its own, but for Kafka."""
 
 CHUNK = 4
-"""Tests that a worker is given at a time. By default its first share is a twelfth of all, which
-would be most of the long tests, since a run begins with those."""
+"""Tests that a worker is given at a time. By default its first share is a sixteenth of all tests,
+and it may be left with slow ones when the others have ended."""
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -384,6 +384,18 @@ def test_a_marker_of_a_tier_for_a_case_that_there_is_not_is_refused(suite: Suite
     process = collect(suite, [])
     assert process.returncode == pytest.ExitCode.USAGE_ERROR
     assert "test_of_a_case has no case c; there are [a], [b]" in process.stderr, process.stderr
+
+
+def test_slow_tests_are_spread_among_the_others_and_none_is_left_for_the_end() -> None:
+    names = [f"unit/{number}" for number in range(10)] + [f"mixed/{letter}" for letter in "abcd"]
+    items: list[Any] = [Item(f"tests/{name}::test_it") for name in names]
+    found = "".join(item.nodeid.partition("::")[0][-1] for item in selection.spread(items))
+    assert found == "a01b23c45d6789"
+    assert selection.spread([]) == []
+
+
+class Item(NamedTuple):
+    nodeid: str
 
 
 @pytest.mark.parametrize(
