@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from tests.outcomes import Outcomes
 
 ROUNDS = 2
@@ -111,21 +113,23 @@ def repeat(verdict: Verdict, options: list[str], directory: Path) -> None:
         print(f"\n{_ruled(told)}", flush=True)
         file = directory / f"round-{number}.json"
         arguments = [*options, "-n0", "--last-failed", "--last-failed-no-failures=none"]
-        run([sys.executable, "-m", "tests.outcomes", str(file), *arguments])
+        code = run([sys.executable, "-m", "tests.outcomes", str(file), *arguments])
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            print(f"repeat {number} broke off, with exit code {code}")
         if file.exists():
             verdict.note(number, Outcomes.read(file))
 
 
-def run(command: list[str]) -> None:
-    """Run a command in a process group of its own; pass an interrupt on, and raise it again when
-    the command has ended.
+def run(command: list[str]) -> int:
+    """Run a command in a process group of its own and return its exit code; pass an interrupt on,
+    and raise it again when the command has ended.
 
     Ctrl-C reaches every process of a group. In a group of its own the command is interrupted once:
     at a second interrupt pytest would end without stopping its servers.
     """
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
-            process.wait()
+            return process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             try:

@@ -43,6 +43,10 @@ class Suite:
 
     def write(self, tests: str) -> None:
         (self.directory / "test_them.py").write_text(dedent(tests))
+        # As there are in any project: with more than one, pytest asks plugins for their hash.
+        for folder in ("tests_of_one_kind", "tests_of_another"):
+            (self.directory / folder).mkdir()
+            (self.directory / folder / "conftest.py").touch()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         own = ["-c", str(self.directory / "pytest.ini")]
@@ -186,6 +190,7 @@ def test_one_that_kills_its_process_fails_the_run(suite: Suite) -> None:
     code, output = suite.run("--randomly-dont-reorganize")
     assert code == 1
     assert "1 failed, 1 passed" in last_line(output), output
+    assert "repeat 2 broke off, with exit code 3" in output
 
 
 def test_a_strict_run_repeats_nothing(suite: Suite) -> None:
