@@ -25,8 +25,9 @@ ROUNDS = 2
 MOST_UNSTEADY = 5
 """Unsteady tests with which a run may still pass."""
 
-MOST_REPEATED = 50
-"""Failed tests that are repeated at most: of more, the first failures tell enough."""
+MOST_REPEATED = 20
+"""Failed tests that are repeated at most: of more, the first failures tell enough, and repeats of
+tests that hang until their time limit would take hours."""
 
 GRACE = 30
 """Seconds in which an interrupted round must have stopped its servers."""
@@ -79,7 +80,7 @@ class Verdict:
             lines += [_ruled("unsteady: failed among others, passed alone")]
             for test, number in self.unsteady.items():
                 lines += [f"{test} (passed in repeat {number})", *_end_of(self.first.failed[test])]
-            lines += [f"in the order of -p randomly -p 'randomly_seed={self.first.seed}'"]
+            lines += [f"in the order of --randomly-seed={self.first.seed}"]
         if len(self.unsteady) > MOST_UNSTEADY:
             lines += [f"more than {MOST_UNSTEADY} unsteady tests: the run has failed"]
         lines += [f"FAILED {test}" for test in self.failed]
