@@ -306,6 +306,11 @@ import pytest
 def test_of_the_folder(): pass
 @pytest.mark.kafka
 def test_with_a_server(): pass
+@pytest.fixture
+def kafka_server(): pass
+@pytest.fixture
+def topic(kafka_server): pass
+def test_with_the_fixture_of_a_server(topic): pass
 @pytest.mark.small
 @pytest.mark.kafka
 def test_said_to_be_small_with_a_server(): pass
@@ -324,7 +329,8 @@ def test_long(): pass
 """
 SMALL = {"test_of_the_folder"}
 MEDIUM = {"test_with_a_server", "test_said_to_be_small_with_a_server"}
-MEDIUM |= {"test_of_two_sizes[a]", "test_of_a_case[b]"}
+MEDIUM |= {"test_of_two_sizes[a]", "test_of_a_case[b]", "test_with_the_fixture_of_a_server"}
+MARKED_KAFKA = {"test_large", "test_with_a_server", "test_said_to_be_small_with_a_server"}
 LARGE = {"test_large", "test_of_two_sizes[b]", "test_of_a_case[a]"}
 
 
@@ -362,7 +368,7 @@ def test_a_run_has_the_tests_of_its_tier_and_what_was_named(suite: Suite) -> Non
         ([], SMALL),
         ([here], SMALL | MEDIUM | LARGE),
         (["-k", "test_large"], {"test_large"}),
-        (["-m", "kafka"], {"test_large", *MEDIUM} - {"test_of_two_sizes[a]", "test_of_a_case[b]"}),
+        (["-m", "kafka"], MARKED_KAFKA),
         (["--tier", "small", here], SMALL),
         (["--tier", "medium"], SMALL | MEDIUM),
         (["--tier", "large"], SMALL | MEDIUM | LARGE),

@@ -47,14 +47,21 @@ FOLDERS = {
 """The tier of the tests of a folder; those of other folders are small. None of these is."""
 
 SERVERS = frozenset({"kafka", "mariadb", "postgres", "redis"})
-"""Markers of tests that talk to a server: none of them is small."""
+"""Markers of tests that talk to a server: none of them is small. With ``_server`` behind it, each
+is the name of that server's fixture."""
 
 
 def tier_of(item: pytest.Item) -> Tier:
     """Return the tier of the nearest marker that names one for it, else of its folder."""
     tier = _marked(item) or tier_of_folder(item.nodeid)
-    needs_servers = any(map(item.get_closest_marker, SERVERS))
-    return Tier.MEDIUM if needs_servers and tier is Tier.SMALL else tier
+    return Tier.MEDIUM if tier is Tier.SMALL and needs_server(item) else tier
+
+
+def needs_server(item: pytest.Item) -> bool:
+    """Return whether a test says that it talks to a server, or has one's fixture."""
+    fixtures = getattr(item, "fixturenames", ())
+    is_marked = any(map(item.get_closest_marker, SERVERS))
+    return is_marked or any(f"{server}_server" in fixtures for server in SERVERS)
 
 
 def tier_of_folder(path: str) -> Tier:
