@@ -1,4 +1,5 @@
-"""How Sphinx makes a site of these pages: ``python -m sphinx docs site``.
+"""How Sphinx makes a site of these pages: ``python -m sphinx docs site``; of all versions,
+``python docs/all_versions.py site``.
 
 The pages are written to be read in a repository too, so they contain no directives of Sphinx: the
 navigation is made of the links of ``index.md``, in their order.
@@ -6,6 +7,7 @@ navigation is made of the links of ``index.md``, in their order.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -23,6 +25,23 @@ myst_heading_anchors = 4
 nitpicky = True
 html_theme = "furo"
 html_title = f"{project} {release}"
+templates_path = ["_templates"]
+# What `all_versions.py` tells: the version of these pages, and all that are beside it.
+html_context = {
+    "version_here": os.environ.get("DOCS_VERSION", ""),
+    "versions": os.environ.get("DOCS_VERSIONS", "").split(),
+}
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "versions.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+exclude_patterns = ["_templates"]
 html_show_copyright = False
 html_copy_source = False
 

@@ -20,6 +20,9 @@ E014    middleware that cannot be imported, or cannot stand around a handler
 E015    an entry of SCHEDULES that means nothing, or whose job cannot be enqueued
 E018    the topic of a level of priority that is another queue's
 E019    an isolation level or a character set of MariaDB or MySQL that jobs cannot use
+E020    a SERVICE_NAME that no CloudEvent can have as its source
+E021    a SCHEMA_REGISTRY that is missing or cannot be used (contrib.schema_registry)
+E022    enqueue_on_save of a model in another database than the jobs of the queue
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -35,6 +38,7 @@ W012    DATABASE is not where routers look for this app's tables
 W013    (deploy) a pooler in transaction mode, and what needs a setting because of it
 W014    a producer's topic or stream that no queue or consumer declares
 W018    a job's priority on a queue of a broker that has one level
+W019    (deploy) a queue's database without the tables of this app
 ======  ============================================================================================
 """
 
@@ -54,12 +58,14 @@ from django.db import router
 from django.utils.module_loading import import_string
 
 from kjo_django import conf, registry, runtime
-from kjo_django.conf import Settings, get_settings
+from kjo_django.conf import Settings, databases_on, get_settings
 from kjo_django.engine.handler.call import refusals
+from kjo_django.enqueue.definition import save_fault, save_hooks
 from kjo_django.models import Job
 from kjo_django.operations.maintenance import topics
-from kjo_django.operations.monitoring.health import deploy_checks
+from kjo_django.operations.monitoring.health import PROBE_TIMEOUT, deploy_checks, missing_tables
 from kjo_django.patterns.declared import declared_producers, path_of
+from kjo_django.patterns.events import cloudevents
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams import AbstractStreamProducer
 from kjo_django.schedules.declarations import setting_faults
@@ -92,7 +98,19 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
 def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     is_wrong = any(message.is_serious() for message in check_settings())
-    return [] if is_wrong else list(deploy_checks())
+    return [] if is_wrong else [*deploy_checks(), *_warn_missing_tables()]
+
+
+def _warn_missing_tables() -> Messages:
+    for alias in runtime.databases()[1:]:
+        with runtime.use_database(alias):
+            advice = missing_tables(PROBE_TIMEOUT)
+        if advice:
+            yield checks.Warning(
+                f"KJO['QUEUES'][…]['database'] is {alias!r}, which lacks the tables of kjo_django.",
+                hint=advice,
+                id="kjo.W019",
+            )
 
 
 # --- Errors -------------------------------------------------------------------------------------
@@ -141,6 +159,9 @@ def _check_topics(settings: Settings) -> Messages:
 def _check_database(settings: Settings) -> Messages:
     declared = f"Declared: {', '.join(django_settings.DATABASES)}."
     named: dict[str, Any] = {"KJO['DATABASE']": settings.database}
+    for name, given in settings.queues.items():
+        if isinstance(given, dict):
+            named[f"KJO['QUEUES'][{name!r}]['database']"] = given.get("database")
     places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
     for where, backend in {**places, "KJO['COORDINATION']": settings.coordination}.items():
         options = backend.get("OPTIONS") if isinstance(backend, dict) else None
@@ -252,6 +273,22 @@ def _check_middleware(settings: Settings) -> Messages:
         yield checks.Error(str(error), id="kjo.E014")
 
 
+def _check_event_source(settings: Settings) -> Messages:
+    queues = {
+        f"KJO['QUEUES'][{name!r}]['event_format']": settings.queue(name).event_format
+        for name in settings.queues
+    }
+    formats = {"KJO['EVENT_FORMAT']": settings.event_format, **queues}
+    where = next((where for where, each in formats.items() if each != cloudevents.PLAIN), None)
+    if where is not None and not cloudevents.is_uri_reference(settings.service_name):
+        yield checks.Error(
+            f"KJO['SERVICE_NAME'] is {settings.service_name!r}, not a URI reference, as the "
+            f"source of a CloudEvent must be; {where} is {formats[where]!r}.",
+            hint="A name of letters, digits and hyphens is one.",
+            id="kjo.E020",
+        )
+
+
 def _check_schedules(settings: Settings) -> Messages:
     for problem in setting_faults(settings):
         yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E015")
@@ -304,10 +341,12 @@ def _warn_memory_database(settings: Settings) -> Messages:
 
 def _check_one_database(settings: Settings) -> Messages:
     """Only where both are in one database is a message there if and only if its job is."""
-    jobs = runtime.jobs_database()
+    usual = runtime.default_database()
     for alias, declared in settings.transports.items():
         if not runtime.transport_class(alias).capabilities.transactional:
             continue
+        # Of a transport whose queues have several, _check_backends tells.
+        jobs = next(iter(databases_on(settings, alias)), None) or usual
         given = declared.get("OPTIONS", {}).get("DATABASE") or jobs
         if given != jobs:
             yield checks.Error(
@@ -321,18 +360,24 @@ def _check_one_database(settings: Settings) -> Messages:
 def _check_mysql(settings: Settings) -> Messages:
     """At other levels InnoDB's transactions go on reading what was there when they began; other
     character sets have no room for every text."""
-    alias = runtime.jobs_database()
-    database = django_settings.DATABASES.get(alias, {})
-    options = database.get("OPTIONS", {})
     needed = {"isolation_level": "read committed", "charset": "utf8mb4"}
-    for name, value in needed.items() if "mysql" in database.get("ENGINE", "") else ():
-        given = options.get(name, value)
-        if str(given).lower() != value:
-            yield checks.Error(
-                f"DATABASES[{alias!r}]['OPTIONS'][{name!r}] is {given!r}; jobs need {value!r}.",
-                hint="Remove it: this is what Django uses.",
-                id="kjo.E019",
-            )
+    for alias in runtime.databases():
+        database = django_settings.DATABASES.get(alias, {})
+        options = database.get("OPTIONS", {})
+        for name, value in needed.items() if "mysql" in database.get("ENGINE", "") else ():
+            given = options.get(name, value)
+            if str(given).lower() != value:
+                yield checks.Error(
+                    f"DATABASES[{alias!r}]['OPTIONS'][{name!r}] is {given!r}; jobs need {value!r}.",
+                    hint="Remove it: this is what Django uses.",
+                    id="kjo.E019",
+                )
+
+
+def _check_save_hooks(settings: Settings) -> Messages:
+    for model, job in save_hooks:
+        if fault := save_fault(model, job, router.db_for_write(model)):
+            yield checks.Error(fault, id="kjo.E022")
 
 
 def _warn_router(settings: Settings) -> Messages:
@@ -350,20 +395,20 @@ def _warn_router(settings: Settings) -> Messages:
 
 def _warn_pool(settings: Settings) -> Messages:
     """Each thread of a worker keeps the connection it was given: others would wait in vain."""
-    alias = runtime.jobs_database()
-    pool = django_settings.DATABASES.get(alias, {}).get("OPTIONS", {}).get("pool")
-    if not pool:
-        return
-    sizes = pool if isinstance(pool, dict) else {}
-    size = sizes.get("max_size") or sizes.get("min_size", _POOL_SIZE)
     needed = settings.concurrency + CONNECTIONS_BESIDE_LANES
-    if size < needed:
-        yield checks.Warning(
-            f"The pool of the database {alias!r} has {size} connections, a worker with CONCURRENCY "
-            f"{settings.concurrency} keeps up to {needed}: its threads would wait for one another.",
-            hint=f"Set OPTIONS['pool'] = {{'max_size': {needed}}} or more, or no pool for workers.",
-            id="kjo.W011",
-        )
+    for alias in runtime.databases():
+        pool = django_settings.DATABASES.get(alias, {}).get("OPTIONS", {}).get("pool")
+        sizes = pool if isinstance(pool, dict) else {}
+        size = sizes.get("max_size") or sizes.get("min_size", _POOL_SIZE)
+        if pool and size < needed:
+            yield checks.Warning(
+                f"The pool of the database {alias!r} has {size} connections, a worker with "
+                f"CONCURRENCY {settings.concurrency} keeps up to {needed}: its threads would wait "
+                "for one another.",
+                hint=f"Set OPTIONS['pool'] = {{'max_size': {needed}}} or more, or no pool for "
+                "workers.",
+                id="kjo.W011",
+            )
 
 
 def _warn_retention(settings: Settings) -> Messages:
@@ -462,8 +507,10 @@ _WARNINGS = (
     # Errors, which can be seen once the transports can be made.
     _check_one_database,
     _check_mysql,
+    _check_save_hooks,
     _check_topic_names,
     _check_levels,
+    _check_event_source,
     _warn_priorities,
     _warn_router,
     _warn_pool,

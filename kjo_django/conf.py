@@ -37,6 +37,7 @@ from kjo_django.values import (
     attempts,
     duration,
     flag,
+    is_kept,
     lifetime,
     mapping,
     name_text,
@@ -77,11 +78,21 @@ def priority_of(level: int) -> int:
 # --- The settings ---------------------------------------------------------------------------------
 
 
+EVENT_FORMATS = ("plain", "cloudevents-structured", "cloudevents-binary")
+"""How ``publish_event`` writes an event."""
+
+
 @dataclass(frozen=True)
 class QueueOptions:
     """One entry of ``QUEUES``. What is None is taken from the setting of the same name above it."""
 
     transport: str = option(text, "default", "Alias in TRANSPORTS.")
+    database: str | None = option(
+        optional_text,
+        None,
+        "Alias of the database that holds its jobs, with an outbox and markers of its own; that of "
+        "DATABASE if not given.",
+    )
     topic: str | None = option(optional_text, None, "Topic; the queue's name if not given.")
     consumer_group: str | None = option(
         optional_text, None, "Consumer group; '<SERVICE_NAME>-group' if not given."
@@ -98,7 +109,7 @@ class QueueOptions:
         "not given.",
     )
     burst: int = option(
-        whole(1, MOST_AT_ONCE), 1, "Jobs that its rate lets start at once after a quiet time."
+        whole(1, MOST_AT_ONCE), 1, "How many jobs may start at once after a time without any."
     )
     key_prefix: str | None = option(
         optional_text, None, "PREFIX of its lease names; the upper-case queue name if not given."
@@ -133,6 +144,11 @@ class QueueOptions:
         "Queue whose topic carries the retries of messages other services share; its own if not "
         "given.",
     )
+    event_format: str | None = option(
+        optional(one_of(*EVENT_FORMATS)),
+        None,
+        "How publish_event writes events for the topic; EVENT_FORMAT if not given.",
+    )
 
 
 CATCH_UPS = ("none", "one", "all")
@@ -141,7 +157,7 @@ OVERLAPS = ("allow", "skip")
 
 def _json_object(value: Any) -> dict[str, Any]:
     """A dict that JSON and every database can hold."""
-    wanted = "a dict that JSON can hold, with text for keys"
+    wanted = f"a dict of at most {_MOST_LEVELS} levels of JSON, with text keys and 64-bit numbers"
     try:
         found = mapping(value)
         text = json.dumps(found, allow_nan=False, ensure_ascii=False)
@@ -149,11 +165,21 @@ def _json_object(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         raise ValueError(wanted) from None
     # What JSON makes of another type is not what was given; PostgreSQL holds no NUL.
-    if json.loads(text) != found or _NUL.search(text):
+    if json.loads(text) != found or _NUL.search(text) or not _is_kept(found, _MOST_LEVELS):
         raise ValueError(wanted)
     return found
 
 
+def _is_kept(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        # A float as large as that is whole, and comes back from PostgreSQL as an int.
+        return not isinstance(value, int | float) or is_kept(int(value))
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_kept(each, levels - 1) for each in inner)
+
+
+_MOST_LEVELS = 30
+"""MariaDB keeps JSON of 32, and a declaration has the payload within a dict."""
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -168,7 +194,7 @@ class ScheduleOptions:
     every: int | None = option(
         optional(whole_seconds(1)), None, "Seconds, or a timedelta, from tick to tick."
     )
-    at: datetime | None = option(optional(aware_moment), None, "The moment of a single tick.")
+    at: datetime | None = option(optional(aware_moment), None, "When a single tick is due.")
     timezone: str = option(
         zone_name, "", "Time zone of the cron expression; Django's TIME_ZONE if not given."
     )
@@ -176,14 +202,13 @@ class ScheduleOptions:
     catch_up: str = option(
         one_of(*CATCH_UPS),
         "one",
-        "Ticks that nobody was there for: none of them, only the latest one, or all (the latest "
-        "100 at most).",
+        "Which missed ticks get a job: none, the latest one, or all (the latest 100 at most).",
     )
     overlap: str = option(
         one_of(*OVERLAPS), "allow", "skip: no tick while the job of the last one is open."
     )
     jitter: int = option(
-        whole_seconds(0, 86_400), 0, "Each job begins up to so many seconds after its tick."
+        whole_seconds(0, 86_400), 0, "Each job starts up to this many seconds after its tick."
     )
     expires_after: int | None = option(
         optional(whole_seconds(1)),
@@ -268,7 +293,7 @@ class Settings:
     processing_ttl: timedelta = option(
         duration,
         timedelta(seconds=300),
-        "How long a lease lasts without renewal; a crashed worker's jobs wait no longer.",
+        "How long a lease lasts without renewal. Then other workers run the jobs of a crashed one.",
     )
     sent_ttl: timedelta | None = option(
         optional_duration,
@@ -320,10 +345,10 @@ class Settings:
         "twice that of a backlog.",
     )
     poll_interval: timedelta = option(
-        duration, timedelta(seconds=1), "The slow poll beside wake-up calls."
+        duration, timedelta(seconds=1), "How often workers look for due jobs."
     )
     heartbeat_interval: timedelta = option(
-        duration, timedelta(seconds=5), "How often a worker shows a sign of life."
+        duration, timedelta(seconds=5), "How often a worker writes its heartbeat."
     )
     shutdown_grace: timedelta = option(
         duration, timedelta(seconds=10), "Time running jobs get to finish when a worker stops."
@@ -341,6 +366,11 @@ class Settings:
         whole(1), 5, "Replays of one dead letter before kjo_replay_dlq refuses (loop guard)."
     )
     topic_options: dict[str, Any] = option(mapping, {}, "Topic options every queue starts from.")
+    event_format: str = option(
+        one_of(*EVENT_FORMATS),
+        "plain",
+        "How publish_event writes events. They are read in every format, whatever it says.",
+    )
     retention_completed: timedelta = option(
         duration, timedelta(days=7), "kjo_prune: completed and cancelled jobs."
     )
@@ -380,6 +410,13 @@ class Settings:
         "Fields of payloads and results that nobody is shown: those whose name has one of these in "
         "it, in any case and whatever `-` and `_` stand in either.",
     )
+    schema_registry: dict[str, Any] = option(
+        mapping,
+        {},
+        "Of the client of a Confluent Schema Registry: its url and more, such as "
+        "basic.auth.user.info; never shown. For serializers of kjo_django.contrib.schema_registry.",
+        is_secret=True,
+    )
     operations_queue: str = option(
         text, "default", "Queue of the jobs that carry out large replays and changes of jobs."
     )
@@ -404,6 +441,7 @@ class Settings:
         result = QueueConf(
             name=name,
             transport=given.transport,
+            database=given.database,
             topic=topic,
             levels={level: f"{topic}{LEVELS[level][1]}" for level in _LEVELS_OF[given.priorities]},
             consumer_group=given.consumer_group or f"{self.service_name}-group",
@@ -420,9 +458,18 @@ class Settings:
             retries=given.retry_queue or name,
             consume=given.consume,
             rate=None if given.rate is None else replace(given.rate, burst=given.burst),
+            event_format=given.event_format or self.event_format,
         )
         _queue_cache[name] = (self, result)
         return result
+
+
+def databases_on(settings: Settings, transport: str) -> set[str | None]:
+    """Return the databases of the queues on a transport; None is that of all other queues."""
+    queues = [settings.queue(name) for name in {*settings.queues, *_declared}]
+    found = {queue.database for queue in queues if queue.transport == transport}
+    # A queue that nobody declares is on this one.
+    return found | {None} if transport == QueueOptions.transport else found
 
 
 def sent_ttl_for(processing_ttl: timedelta) -> timedelta:
@@ -438,6 +485,8 @@ class QueueConf:
 
     name: str
     transport: str
+    database: str | None
+    """The alias of its database; None: that of ``KJO["DATABASE"]`` or of the routers."""
     topic: str
     consumer_group: str
     concurrency: int
@@ -459,6 +508,7 @@ class QueueConf:
     consume: bool = True
     rate: Rate | None = None
     """How many of its jobs all workers together start in a time."""
+    event_format: str = EVENT_FORMATS[0]
 
     @property
     def topics(self) -> list[str]:

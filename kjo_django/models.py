@@ -740,8 +740,13 @@ class Worker(models.Model):
     state = models.CharField(
         _("state"), max_length=10, choices=State.choices, default=State.RUNNING
     )
-    wish = models.CharField(
-        _("asked to"), max_length=10, choices=Request.choices, blank=True, default=Request.NONE
+    asked_to = models.CharField(
+        _("asked to"),
+        max_length=10,
+        choices=Request.choices,
+        blank=True,
+        default=Request.NONE,
+        db_column="wish",
     )
     release = models.CharField(
         _("release"), max_length=100, blank=True, default="", help_text=_("KJO['RELEASE'] there.")
@@ -857,38 +862,38 @@ class Schedule(models.Model):
         max_length=100,
         blank=True,
         default="",
-        help_text=_("Minute, hour, day of month, month, day of week; or such as @daily."),
+        help_text=_("Minute, hour, day of month, month, day of week; or a name such as @daily."),
     )
     every = models.PositiveIntegerField(
-        _("interval"), null=True, blank=True, help_text=_("Seconds from tick to tick.")
+        _("interval"), null=True, blank=True, help_text=_("Seconds between two ticks.")
     )
     at = models.DateTimeField(
-        _("moment"), null=True, blank=True, help_text=_("The moment of a single tick.")
+        _("moment"), null=True, blank=True, help_text=_("When a single tick is due.")
     )
     timezone = models.CharField(
         _("time zone"),
         max_length=64,
         blank=True,
         default="",
-        help_text=_("Of the cron expression; empty: the project's."),
+        help_text=_("Time zone of the cron expression. Empty: the project's."),
     )
     queue = models.CharField(
         _("queue"), max_length=100, blank=True, default="", help_text=_("Empty: the job's own.")
     )
     catch_up = models.CharField(
-        _("catch up"), max_length=4, choices=CatchUp.choices, default=CatchUp.ONE
+        _("missed ticks"), max_length=4, choices=CatchUp.choices, default=CatchUp.ONE
     )
     overlap = models.CharField(
         _("overlap"), max_length=5, choices=Overlap.choices, default=Overlap.ALLOW
     )
     jitter = models.PositiveIntegerField(
-        _("jitter"), default=0, help_text=_("A job begins up to so many seconds after its tick.")
+        _("jitter"), default=0, help_text=_("A job starts up to this many seconds after its tick.")
     )
     expires_after = models.PositiveIntegerField(
         _("expires after"),
         null=True,
         blank=True,
-        help_text=_("Seconds after a tick in which its job must have started, or it never does."),
+        help_text=_("A job that has not started this many seconds after its tick is not run."),
     )
     starts_at = models.DateTimeField(_("starts at"), null=True, blank=True)
     ends_at = models.DateTimeField(_("ends at"), null=True, blank=True)
@@ -979,19 +984,19 @@ class LimitControl(models.Model):
         max_length=40,
         blank=True,
         default="",
-        help_text=_("Jobs that start in a time, as 5/s or 100/m."),
+        help_text=_("How many jobs may start per unit of time, for example 5/s or 100/m."),
     )
     burst = models.PositiveIntegerField(
         _("burst"),
         null=True,
         blank=True,
-        help_text=_("Jobs that may start at once after a quiet time; empty: 1."),
+        help_text=_("How many jobs may start at once after a time without any. Empty: 1."),
     )
     concurrency = models.PositiveIntegerField(
         _("concurrency"),
         null=True,
         blank=True,
-        help_text=_("Jobs that run at once in all workers together."),
+        help_text=_("How many jobs may run at once, in all workers together."),
     )
     changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
     updated_at = models.DateTimeField(_("updated at"), auto_now=True)

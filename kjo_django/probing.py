@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import threading
 from collections.abc import Callable, Hashable
@@ -33,7 +34,8 @@ def answer_within(timeout: float, ask: Callable[[], T], *, share: Hashable = Non
         # A thread that was asking when this process was forked does not live here.
         if asked is None or not asked[0].is_alive():
             answer: Future[T] = Future()
-            run = functools.partial(_answer, answer, ask)
+            # It works with the database of this thread.
+            run = functools.partial(contextvars.copy_context().run, _answer, answer, ask)
             asked = threading.Thread(target=run, name="kjo-probe", daemon=True), answer
             if share is not None:
                 _shared[share] = asked
@@ -41,7 +43,7 @@ def answer_within(timeout: float, ask: Callable[[], T], *, share: Hashable = Non
     thread, answer = asked
     thread.join(timeout)
     if not answer.done():
-        raise TimeoutError(f"no answer within {timeout:g} s")
+        raise TimeoutError(f"no answer within {timeout:.3g} s")
     return answer.result()
 
 

@@ -4,13 +4,18 @@ A worker makes its ``Runtime`` once and passes it down, so nothing on a job's wa
 looks for a backend again. Web code asks for ``current_runtime()`` once per call. Backends are made
 on first use, one of each per process: a forked child makes its own, since connections do not
 survive a fork.
+
+Queues may have databases of their own. Each database has a ``Runtime``, and ``use_database`` says
+which one a thread or a request works with.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +25,13 @@ from django.db import router
 from django.utils.module_loading import import_string
 
 from kjo_django.clock import CLOCK, Clock
-from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
+from kjo_django.conf import (
+    DEFAULT_COORDINATION,
+    Settings,
+    databases_on,
+    declared_queues,
+    get_settings,
+)
 from kjo_django.coordination.base import CircuitBreaker, Coordination
 from kjo_django.models import Job, LimitControl, QueueControl
 from kjo_django.store import Store, store_for
@@ -30,7 +41,7 @@ from kjo_django.values import unknown_key
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What one process runs with.
+    """What one process runs with, for the queues of one database.
 
     :param settings: those in force when it was made.
     :param database: the alias of the database that holds the jobs.
@@ -54,35 +65,111 @@ class Runtime:
     queue_controls: dict[str, QueueControl] = field(default_factory=dict)
     limit_controls: dict[str, LimitControl] = field(default_factory=dict)
 
+    lease_suffix: str = ""
+    """Ends the names of leases of which each database has one; empty for the default database."""
 
+    def holds(self, queue: str) -> bool:
+        """Return whether the jobs of a queue are in this database."""
+        return (self.settings.queue(queue).database or default_database()) == self.database
+
+
+_chosen: ContextVar[str | None] = ContextVar("kjo_django_database", default=None)
+"""The alias of the database that this thread or request works with; None: the default one."""
 _lock = threading.RLock()
-_runtime: Runtime | None = None
+_runtimes: dict[str, Runtime] = {}
 _transports: dict[str, Transport] = {}
 _classes: dict[str, type[Transport]] = {}
-_coordination: list[Coordination] = []
+_coordinations: dict[str, Coordination] = {}
+"""By database; that of "" serves all databases."""
 _of_parents: list[Any] = []
 """Backends of the process this one was forked from. They are kept, not closed: their destructors
 would end connections that the parent still uses."""
 
 
 def current_runtime() -> Runtime:
-    """Return the runtime of this process for the settings in force.
+    """Return the runtime of the database that this thread or request works with, for the settings
+    in force.
 
     :raises ImproperlyConfigured: a setting is wrong.
     """
-    global _runtime
-    made = _runtime
-    settings = get_settings() if made is None else made.settings
-    alias = settings.database or router.db_for_write(Job)
-    if made is None or made.database != alias:
-        made = Runtime(settings, alias, store_for(alias), get_coordination(), settings.service_name)
-        _runtime = made
+    alias = _chosen.get()
+    if alias is None:
+        made = next(iter(_runtimes.values()), None)
+        settings = get_settings() if made is None else made.settings
+        alias = settings.database or router.db_for_write(Job)
+    return _runtimes.get(alias) or runtime_for(alias)
+
+
+def runtime_for(database: str) -> Runtime:
+    """Return the runtime of a database, by its alias."""
+    made = _runtimes.get(database)
+    if made is None:
+        settings, store = get_settings(), store_for(database)
+        coordination = _coordination_of(database)
+        suffix = "" if database == default_database() else f"@{database}"
+        service = settings.service_name
+        made = Runtime(settings, database, store, coordination, service, lease_suffix=suffix)
+        _runtimes[database] = made
     return made
 
 
+def runtime_of(queue: str) -> Runtime:
+    """Return the runtime of the database that holds a queue's jobs."""
+    here = current_runtime()
+    alias = here.settings.queue(queue).database
+    if alias is None and _chosen.get() is not None:
+        alias = default_database()
+    return here if alias in (None, here.database) else runtime_for(alias)
+
+
 def jobs_database() -> str:
-    """Return the alias of the database that holds the jobs."""
+    """Return the alias of the database with the jobs that this thread or request works with."""
     return current_runtime().database
+
+
+def default_database() -> str:
+    """Return the alias of the database of every queue that has none of its own."""
+    return get_settings().database or router.db_for_write(Job)
+
+
+def database_of(queue: str) -> str:
+    """Return the alias of the database that holds a queue's jobs."""
+    return get_settings().queue(queue).database or default_database()
+
+
+def databases() -> list[str]:
+    """Return the aliases of all databases that hold jobs, the default one first."""
+    settings = get_settings()
+    own = {settings.queue(name).database for name in {*settings.queues, *declared_queues()}}
+    first = default_database()
+    return [first, *sorted(alias for alias in own if alias not in (None, first))]
+
+
+class UnknownDatabaseError(ImproperlyConfigured):
+    """The alias is not that of a database with jobs."""
+
+
+def set_database(database: str) -> None:
+    """Let this thread work with a database from now on."""
+    _chosen.set(database)
+
+
+@contextmanager
+def use_database(database: str) -> Iterator[Runtime]:
+    """Let this thread or request work with a database within the block.
+
+    :raises UnknownDatabaseError: no queue has its jobs there.
+    """
+    if database not in _runtimes and database not in (known := databases()):
+        raise UnknownDatabaseError(
+            f"The database {database!r} holds no jobs. Those that do: {', '.join(known)}; "
+            "KJO['QUEUES'][…]['database'] adds one."
+        )
+    token = _chosen.set(database)
+    try:
+        yield current_runtime()
+    finally:
+        _chosen.reset(token)
 
 
 def transport_class(alias: str) -> type[Transport]:
@@ -134,10 +221,25 @@ def get_transport(alias: str = "default") -> Transport:
             options = dict(conf.transports[alias].get("OPTIONS", {}))
             if found.capabilities.transactional:
                 options.setdefault("GROUPS", _declared_groups(conf, alias))
-                if conf.database:
-                    options.setdefault("DATABASE", conf.database)
+                options.setdefault("DATABASE", _database_of_transport(conf, alias))
             _transports[alias] = found(alias, options)
         return _transports[alias]
+
+
+def _database_of_transport(conf: Settings, alias: str) -> str:
+    """Return the database with the jobs of all queues on a transport that joins transactions.
+
+    :raises ImproperlyConfigured: it would have to join those of several databases.
+    """
+    usual = default_database()
+    on_it = {database or usual for database in databases_on(conf, alias)}
+    if len(on_it) > 1:
+        raise ImproperlyConfigured(
+            f"Queues on KJO['TRANSPORTS'][{alias!r}] have their jobs in the databases "
+            f"{' and '.join(sorted(on_it))}, and it writes each message in the transaction of its "
+            "job: give the queues of each KJO['QUEUES'][…]['database'] a transport of their own."
+        )
+    return on_it.pop() if on_it else usual
 
 
 def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
@@ -153,35 +255,46 @@ def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
 
 
 def get_coordination() -> Coordination:
-    """Return the coordination of this process."""
+    """Return the coordination of the database that this thread or request works with."""
+    return _coordination_of(_chosen.get() or default_database())
+
+
+def _coordination_of(database: str) -> Coordination:
+    """Return the coordination for the jobs of a database: where it is in the database with the
+    jobs, each database has one of its own."""
     with _lock:
-        if not _coordination:
-            conf = get_settings()
-            declared = conf.coordination or {"BACKEND": DEFAULT_COORDINATION}
-            found = _import(declared, "KJO['COORDINATION']", Coordination)
-            _coordination.append(found(dict(declared.get("OPTIONS", {}))))
-        return _coordination[0]
+        if (made := _coordinations.get(database) or _coordinations.get("")) is not None:
+            return made
+        declared = get_settings().coordination or {"BACKEND": DEFAULT_COORDINATION}
+        found = _import(declared, "KJO['COORDINATION']", Coordination)
+        options = dict(declared.get("OPTIONS", {}))
+        is_of_database = found.is_with_jobs and "DATABASE" not in options
+        if is_of_database and database != default_database():
+            options = {"DATABASE": database}
+        fresh: Coordination = found(options)
+        _coordinations[database if is_of_database else ""] = fresh
+        return fresh
 
 
 def close_backends() -> None:
     """Close and forget every backend; the next use makes new ones."""
-    global _runtime
     with _lock:
-        backends: list[Any] = [*_transports.values(), *_coordination]
+        backends: list[Any] = [*_transports.values(), *_coordinations.values()]
         for backend in backends:
             backend.close()
         _transports.clear()
-        _coordination.clear()
-        _runtime = None
+        _coordinations.clear()
+        _runtimes.clear()
 
 
 def _forget_the_parents() -> None:
     """In the child of a fork, forget the parent's backends without closing them."""
-    global _lock, _runtime
-    _of_parents.extend([*_transports.values(), *_coordination])
+    global _lock
+    _of_parents.extend([*_transports.values(), *_coordinations.values()])
     _transports.clear()
-    _coordination.clear()
-    _lock, _runtime = threading.RLock(), None
+    _coordinations.clear()
+    _runtimes.clear()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_the_parents)

@@ -36,7 +36,7 @@ workflow_completed     workflow_id, name, unique_id
 workflow_failed        workflow_id, name, unique_id, state, reason
 worker_started         worker_id
 worker_stopped         worker_id
-worker_asked           worker_id, wish, actor
+worker_asked           worker_id, asked_to, actor
 =====================  ===========================================================================
 """
 

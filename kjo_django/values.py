@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,6 +21,12 @@ ANY_SIZE = sys.maxsize
 LONGEST = timedelta(days=36_500)
 """The longest time anything takes or is kept: every database and every clock knows the moment so
 far away, and a lock can be waited for so long."""
+
+
+def is_kept(number: float) -> bool:
+    """Return whether JSON in a column of every database keeps a number. MySQL rounds whole ones of
+    more than 64 bits, and none has a word for infinity."""
+    return number in range(-(2**63), 2**64) if isinstance(number, int) else math.isfinite(number)
 
 
 def duration(value: Any) -> timedelta:
@@ -158,10 +165,18 @@ def one_of(*names: str) -> Callable[[Any], str]:
 
     def convert(value: Any) -> str:
         if value not in names:
-            raise ValueError(f"one of {', '.join(map(repr, names))}")
+            raise UnknownNameError(value, names)
         return str(value)
 
     return convert
+
+
+class UnknownNameError(ValueError):
+    """A value is none of the texts that there are."""
+
+    def __init__(self, value: Any, names: Collection[str]) -> None:
+        super().__init__(f"one of {', '.join(map(repr, names))}")
+        self.hint = did_you_mean(str(value), names, "")
 
 
 optional_duration = optional(duration)
@@ -284,7 +299,8 @@ def read_options(
         except ValueError as error:
             shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
             message = f"{where}[{key!r}] must be {error}, not {shown}."
-            problems.append(Problem(message, declared.metadata["help"], key=key))
+            hint = getattr(error, "hint", "") or declared.metadata["help"]
+            problems.append(Problem(message, hint, key=key))
     return kind(**values), problems
 
 

@@ -1,9 +1,9 @@
 """The tests, with the servers they need: `python -m tests [--all] [--strict] [PYTEST ARGUMENTS]`.
 
-Installs Kafka, Redis, PostgreSQL with PgBouncer, MariaDB and Chromium where they are missing, then
-runs pytest. ruff, the import contracts and mypy are tests too (`tests/checks`), so the last line
-tells of everything. Without the servers the rest is run all the same, and the exit code says that
-something is missing.
+Installs Kafka, Redis, PostgreSQL with PgBouncer, MariaDB and Chromium where they are missing, for
+all tests also Valkey and the compilers of other languages, then runs pytest. ruff, the import
+contracts and mypy are tests too (`tests/checks`), so the last line tells of everything. Without the
+servers the rest is run all the same, and the exit code says that something is missing.
 
 Tests that fail are run again by themselves, twice at most. A test that passes then is *unsteady*:
 it is named, with its first failure, and does not fail the run, unless there are many.
@@ -20,6 +20,7 @@ import pytest
 
 from tests.outcomes import Outcomes
 from tests.repeats import Verdict, repeat
+from tests.services.clients import LANGUAGES
 from tests.services.errors import ServiceError
 from tests.services.provisioning import provision
 from tests.tiers import NAMES, Tier
@@ -84,9 +85,19 @@ def main(arguments: list[str]) -> int:
     chosen, others = parse(arguments)
     keep_bytecode()
     is_complete = True
+    is_on_mysql = any("mysql" in argument for argument in others)
+    is_everything = NAMES[chosen.tier] is Tier.LARGE
     # Not left to the fixtures: installing may take longer than a test is given.
     try:
-        provision(browser=True, mariadb=True, pgbouncer=True)
+        provision(
+            browser=True,
+            mariadb=True,
+            mysql=is_on_mysql,
+            pgbouncer=True,
+            valkey=is_everything,
+            network=is_everything,
+            clients=LANGUAGES if is_everything else (),
+        )
     except ServiceError as error:
         print(f"error: {error}\n", file=sys.stderr)
         is_complete = False

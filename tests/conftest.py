@@ -15,7 +15,13 @@ from kjo_django.runtime import get_coordination
 # that no time limit ended.
 settings.register_profile("default", phases=[p for p in Phase if p is not Phase.explain])
 
-pytest_plugins = ["tests.databases", "tests.services.fixtures", "tests.selection"]
+pytest_plugins = [
+    "tests.cluster.options",
+    "tests.databases",
+    "tests.selection",
+    "tests.services.fixtures",
+    "tests.without",
+]
 
 
 def pytest_collection_finish() -> None:
@@ -51,27 +57,38 @@ def sendable(text: str) -> str:
 def django_db_modify_db_settings(
     request: pytest.FixtureRequest, django_db_modify_db_settings_parallel_suffix: None
 ) -> Iterator[None]:
-    """With ``--engine mariadb`` the tests that ask for Django's own test database have it there."""
+    """With ``--engine`` the tests that ask for Django's own test database have it there."""
     # Not imported above: pytest rewrites the assertions of a plugin that nobody has imported.
-    from tests.databases import led_to, on_mariadb
+    from tests.databases import in_place_of_sqlite, led_to
     from tests.settings import database
 
-    if not on_mariadb(request.config):
+    engine = in_place_of_sqlite(request.config)
+    if not engine:
         yield
         return
-    server = request.getfixturevalue("mariadb_server")
+    server = request.getfixturevalue(f"{engine}_server")
     name = f"kjo_django_{uuid.uuid4().hex[:12]}"
-    with led_to({**database(server.url), "NAME": name, "TEST": {"NAME": name}}):
+    # Made here, too: where no test asks for it, nobody makes it, and whatever database a query is
+    # for, Django asks the alias `default` for the server's version.
+    url = server.createdb(name)
+    with led_to({**database(url), "TEST": {"NAME": name}}):
         yield
+    server.dropdb(name)
 
 
 @pytest.fixture(autouse=True)
 def no_limit_is_left() -> Iterator[None]:
     """Fail a test that leaves a handler with a limit behind: the groups of every later test of the
-    process would ask for permits."""
-    before = set(registry.limited)
+    process would ask for permits, and lists of limits would name it."""
+    before = limited_handlers()
     yield
-    assert set(registry.limited) <= before, "forget what the test has declared"
+    assert limited_handlers() <= before, "forget what the test has declared"
+
+
+def limited_handlers() -> set[str]:
+    """Return the names of the handlers that ask for permits or are listed with a limit."""
+    declared = [h for h in registry.handlers() if h.options.rate or h.options.concurrency]
+    return {*registry.limited, *(handler.name for handler in declared)}
 
 
 @pytest.fixture

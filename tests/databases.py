@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,33 +23,93 @@ from tests.settings import database as settings_of
 
 DEFAULT = "default"
 OPTION = "--engine"
-ELSEWHERE = ("postgres", "mariadb", "kafka")
+ELSEWHERE = ("postgres", "mariadb", "mysql", "kafka")
 """Marks of tests that name their servers themselves."""
+
+
+KEPT = "'^(django_(migrations|content_type)|auth_permission)(_id_seq)?$'"
+"""Tables whose rows migrations write, and their sequences: not emptied between tests."""
+
+
+def _empty_postgres(cursor: Any) -> None:
+    """Leave no row but those that migrations write, and let ids begin anew."""
+    ours = f"!~ {KEPT} AND relnamespace = current_schema()::regnamespace"
+    cursor.execute(
+        "SELECT relname, pg_table_size(oid) > 262144 FROM pg_class"
+        f" WHERE relkind = 'r' AND relname {ours}"
+    )
+    tables = cursor.fetchall()
+    # Truncating makes a table's files anew, a thousand times the work: only where it has grown.
+    for name in (name for name, has_grown in tables if has_grown):
+        cursor.execute(f'TRUNCATE "{name}" CASCADE')
+    cursor.execute("; ".join(f'DELETE FROM "{name}"' for name, _ in tables))
+    cursor.execute(
+        "SELECT setval(seqrelid::regclass, seqstart, false)"
+        f" FROM pg_sequence JOIN pg_class ON pg_class.oid = seqrelid WHERE relname {ours}"
+    )
+
+
+def _empty_mariadb(cursor: Any) -> None:
+    """Leave no row but those that migrations write, and let ids begin anew."""
+    cursor.execute(
+        "SELECT table_name, auto_increment FROM information_schema.tables"
+        f" WHERE table_schema = DATABASE() AND table_name NOT REGEXP {KEPT}"
+    )
+    tables = cursor.fetchall()
+    cursor.execute("SET foreign_key_checks = 0")
+    for name, number in tables:
+        cursor.execute(f"DELETE FROM `{name}`")
+        if (number or 1) > 1:
+            cursor.execute(f"ALTER TABLE `{name}` AUTO_INCREMENT = 1")
+    cursor.execute("SET foreign_key_checks = 1")
+
+
+EMPTY: dict[str, Callable[[Any], None]] = {
+    "postgres": _empty_postgres,
+    "mariadb": _empty_mariadb,
+    "mysql": _empty_mariadb,
+}
+"""The databases that can take the place of SQLite, and how one is emptied through a cursor."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         OPTION,
-        choices=["mariadb"],
+        choices=[*EMPTY],
         help="run here what runs on SQLite; leave out tests that name another server",
     )
 
 
-def on_mariadb(config: pytest.Config) -> bool:
-    """Whether MariaDB takes the place of SQLite in this run."""
-    return config.getoption(OPTION) == "mariadb"
+def in_place_of_sqlite(config: pytest.Config) -> str | None:
+    """Return which database takes the place of SQLite in this run.
+
+    Its name is the fixture of a test's database, and its server's with ``_server`` behind it.
+    """
+    return config.getoption(OPTION)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not on_mariadb(config):
-        return
-    left_out = [
+    engine, expression = in_place_of_sqlite(config), config.option.markexpr
+    left_out = {
         item
         for item in items
-        if any(map(item.get_closest_marker, ELSEWHERE)) or "world" in _fixtures_of(item)
-    ]
+        if _names_mysql_unasked(item, expression) or (engine and _names(item))
+    }
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _names(item: pytest.Item) -> bool:
+    """Return whether a test names its servers itself."""
+    return any(map(item.get_closest_marker, ELSEWHERE)) or "world" in _fixtures_of(item)
+
+
+def _names_mysql_unasked(item: pytest.Item, expression: str) -> bool:
+    """Return whether a test is on MySQL, which comes from a suite that changes every day, while
+    ``-m`` does not name that; of one that is long it must name that, too."""
+    return bool(item.get_closest_marker("mysql")) and any(
+        name not in expression for name in ("mysql", "long") if item.get_closest_marker(name)
+    )
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
@@ -123,32 +183,54 @@ def copied_database(server: Any, template: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def _shared_postgres(postgres_server: Any, postgres_template: str) -> Iterator[dict[str, Any]]:
+def postgres_url(postgres_server: Any, postgres_template: str) -> Iterator[str]:
+    """A migrated database for one test after the other."""
     with copied_database(postgres_server, postgres_template) as url:
-        yield settings_of(url)
+        yield url
+
+
+@contextmanager
+def migrated_database(server: Any, blocker: Any) -> Iterator[str]:
+    """Yield the URL of a database for one test after the other, of a server that copies none."""
+    name = f"kjo_{uuid.uuid4().hex[:12]}"
+    url = server.createdb(name)
+    with blocker.unblock():
+        migrate(settings_of(url))
+    yield url
+    server.dropdb(name)
 
 
 @pytest.fixture(scope="session")
 def mariadb_url(
     django_db_setup: None, django_db_blocker: Any, mariadb_server: Any
 ) -> Iterator[str]:
-    """A migrated database for one test after the other: MariaDB copies none."""
-    name = f"kjo_{uuid.uuid4().hex[:12]}"
-    url = mariadb_server.createdb(name)
-    with django_db_blocker.unblock():
-        migrate(settings_of(url))
-    yield url
-    mariadb_server.dropdb(name)
+    """A migrated database of MariaDB's."""
+    with migrated_database(mariadb_server, django_db_blocker) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def mysql_url(django_db_setup: None, django_db_blocker: Any, mysql_server: Any) -> Iterator[str]:
+    """A migrated database of MySQL's."""
+    with migrated_database(mysql_server, django_db_blocker) as url:
+        yield url
+
+
+def engine_of(connection: Any) -> str | None:
+    """Return which of `EMPTY`'s databases a connection leads to; none for SQLite."""
+    if connection.vendor == "mysql":
+        return "mariadb" if connection.mysql_is_mariadb else "mysql"
+    return "postgres" if connection.vendor == "postgresql" else None
 
 
 @pytest.fixture
 def sqlite_file(
     request: pytest.FixtureRequest, sqlite_template: Path, django_db_blocker: Any, tmp_path: Path
 ) -> Iterator[Path]:
-    """``default`` is a fresh SQLite file; its path. With ``--engine mariadb``: see `mariadb`."""
+    """``default`` is a fresh SQLite file; its path. With ``--engine``: that database."""
     path = tmp_path / "db.sqlite3"
-    if on_mariadb(request.config):
-        request.getfixturevalue("mariadb")
+    if engine := in_place_of_sqlite(request.config):
+        request.getfixturevalue(engine)
         yield path
         return
     shutil.copyfile(sqlite_template, path)
@@ -156,60 +238,45 @@ def sqlite_file(
         yield path
 
 
-KEPT = "'^(django_(migrations|content_type)|auth_permission)(_id_seq)?$'"
-"""Tables whose rows migrations write, and their sequences: not emptied between tests."""
-
-
-def empty_tables(cursor: Any) -> None:
-    """Leave no row but those that migrations write, and let ids begin anew."""
-    ours = f"!~ {KEPT} AND relnamespace = current_schema()::regnamespace"
-    cursor.execute(
-        "SELECT relname, pg_table_size(oid) > 262144 FROM pg_class"
-        f" WHERE relkind = 'r' AND relname {ours}"
-    )
-    tables = cursor.fetchall()
-    # Truncating makes a table's files anew, a thousand times the work: only where it has grown.
-    for name in (name for name, has_grown in tables if has_grown):
-        cursor.execute(f'TRUNCATE "{name}" CASCADE')
-    cursor.execute("; ".join(f'DELETE FROM "{name}"' for name, _ in tables))
-    cursor.execute(
-        "SELECT setval(seqrelid::regclass, seqstart, false)"
-        f" FROM pg_sequence JOIN pg_class ON pg_class.oid = seqrelid WHERE relname {ours}"
-    )
-
-
-@pytest.fixture
-def postgres(_shared_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
-    """``default`` is an empty PostgreSQL database."""
-    with django_db_blocker.unblock(), led_to(_shared_postgres):
+@contextmanager
+def emptied(engine: str, url: str) -> Iterator[None]:
+    """Let ``default`` mean this database, without the rows of earlier tests."""
+    with led_to(settings_of(url)):
         with connections[DEFAULT].cursor() as cursor:
-            empty_tables(cursor)
+            EMPTY[engine](cursor)
         yield
 
 
-def empty_mariadb(cursor: Any) -> None:
-    """Leave no row but those that migrations write, and let ids begin anew."""
-    ours = f"NOT REGEXP {KEPT}"
-    cursor.execute(
-        "SELECT table_name, auto_increment FROM information_schema.tables"
-        f" WHERE table_schema = DATABASE() AND table_name {ours}"
-    )
-    tables = cursor.fetchall()
-    cursor.execute("SET foreign_key_checks = 0")
-    for name, number in tables:
-        cursor.execute(f"DELETE FROM `{name}`")
-        if (number or 1) > 1:
-            cursor.execute(f"ALTER TABLE `{name}` AUTO_INCREMENT = 1")
-    cursor.execute("SET foreign_key_checks = 1")
+@pytest.fixture
+def postgres(postgres_url: str, django_db_blocker: Any) -> Iterator[None]:
+    """``default`` is an empty PostgreSQL database."""
+    with django_db_blocker.unblock(), emptied("postgres", postgres_url):
+        yield
 
 
 @pytest.fixture
 def mariadb(mariadb_url: str, django_db_blocker: Any) -> Iterator[None]:
     """``default`` is an empty MariaDB database."""
-    with django_db_blocker.unblock(), led_to(settings_of(mariadb_url)):
-        with connections[DEFAULT].cursor() as cursor:
-            empty_mariadb(cursor)
+    with django_db_blocker.unblock(), emptied("mariadb", mariadb_url):
         yield
+
+
+@pytest.fixture
+def mysql(mysql_url: str, django_db_blocker: Any) -> Iterator[None]:
+    """``default`` is an empty MySQL database."""
+    with django_db_blocker.unblock(), emptied("mysql", mysql_url):
+        yield
+
+
+MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb, id="mariadb")
+MYSQL = pytest.param("mysql", marks=pytest.mark.mysql, id="mysql")
+
+
+@pytest.fixture(params=[MARIADB, MYSQL])
+def innodb(request: pytest.FixtureRequest) -> str:
+    """What is so with InnoDB, on MariaDB and on MySQL; its name."""
+    request.getfixturevalue(request.param)
+    return str(request.param)
 
 
 @pytest.fixture(
@@ -224,13 +291,13 @@ def real_database(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(
     params=[
-        "sqlite_file",
+        pytest.param("sqlite_file", id="sqlite"),
         pytest.param("postgres", marks=pytest.mark.postgres),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
+        MARIADB,
+        MYSQL,
     ],
-    ids=["sqlite", "postgres", "mariadb"],
 )
 def any_database(request: pytest.FixtureRequest) -> str:
-    """The same test on a SQLite file, PostgreSQL and MariaDB; the vendor's name."""
+    """The same test on a SQLite file, PostgreSQL, MariaDB and MySQL; the vendor's name."""
     request.getfixturevalue(request.param)
     return str(connections[DEFAULT].vendor)

@@ -7,6 +7,10 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from tests.absence import take_away
+
+take_away()
+
 SECRET_KEY = "tests"
 DEBUG = False
 ALLOWED_HOSTS = ["*"]
@@ -60,7 +64,7 @@ def use_pymysql() -> None:
 
 def database(url: str) -> dict[str, Any]:
     """Turn ``postgresql://user:password@host:port/name``, ``mysql://…`` or ``sqlite:///path`` into
-    settings."""
+    settings. PostgreSQL may have several hosts: ``host:port,host:port``."""
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return {
@@ -77,13 +81,14 @@ def database(url: str) -> dict[str, Any]:
         engine = "mysql"
         # PyMySQL reads all certificates of the system for every connection: 20 ms of CPU.
         options["ssl_disabled"] = True
+    servers = [urlsplit(f"//{each}") for each in parts.netloc.rpartition("@")[2].split(",")]
     return {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": parts.path.removeprefix("/"),
         "USER": parts.username or "",
         "PASSWORD": parts.password or "",
-        "HOST": parts.hostname or "",
-        "PORT": parts.port or "",
+        "HOST": ",".join(each.hostname or "" for each in servers),
+        "PORT": ",".join(str(each.port or "") for each in servers),
         "OPTIONS": options,
     }
 
@@ -110,6 +115,9 @@ def cache(url: str) -> dict[str, Any]:
 DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memory:"))}
 if os.environ.get("DIRECT_DATABASE_URL"):  # past a pooler
     DATABASES["direct"] = database(os.environ["DIRECT_DATABASE_URL"])
+if os.environ.get("JOBS2_DATABASE_URL"):  # of queues with a database of their own
+    DATABASES["jobs2"] = database(os.environ["JOBS2_DATABASE_URL"])
+    DATABASE_ROUTERS = ["tests.ledger.routers.WithItsJob"]
 # Read when REST framework is first imported; its applications are not installed here, so that the
 # rest is seen to work without them (tests/api/settings.py installs them).
 REST_FRAMEWORK = {

@@ -1,6 +1,8 @@
 """The servers of `tests.services`: reachable while wanted, gone afterwards, whatever happens."""
 
+import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from tests.services import (
     RedisServer,
     ServerFailed,
     Unprovisionable,
+    apt,
+    clients,
     fixtures,
     provisioning,
     running,
@@ -216,6 +220,82 @@ def test_ports_are_out_of_reach_of_outgoing_connections() -> None:
     if not ephemeral.exists():
         pytest.skip("the kernel does not tell its ephemeral ports")
     assert free_port() < int(ephemeral.read_text().split()[0])
+
+
+class TestClients:
+    """The programs of docs/clients, in a cache of the test's own."""
+
+    @pytest.fixture(autouse=True)
+    def copied_sources(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        fixtures.require(clients=["node"])  # so that its tools are there
+        sources = tmp_path / "clients"
+        shutil.copytree(clients.SOURCES, sources)
+        monkeypatch.setattr(clients, "SOURCES", sources)
+        monkeypatch.setenv("KJO_TEST_CACHE", str(tmp_path / "cache"))
+        return sources
+
+    def provision(self, language: str) -> None:
+        provisioning.provision(kafka=False, redis=False, postgres=False, clients=[language])
+
+    def test_they_are_built_anew_when_their_sources_have_changed(
+        self, monkeypatch: pytest.MonkeyPatch, copied_sources: Path
+    ) -> None:
+        # Given a build that takes no time
+        built: list[str] = []
+        quick = dataclasses.replace(
+            clients.CLIENTS["node"], build=lambda path: built.append(path.name)
+        )
+        monkeypatch.setitem(clients.CLIENTS, "node", quick)
+        # When nothing has changed, then something they consist of, then what npm leaves there
+        self.provision("node")
+        self.provision("node")
+        assert len(built) == 1
+        with (copied_sources / "node" / "kjo.js").open("a") as file:
+            file.write("// changed\n")
+        self.provision("node")
+        (copied_sources / "node" / "node_modules").mkdir()
+        (copied_sources / "node" / "node_modules" / "left.js").touch()
+        self.provision("node")
+        # Then
+        assert len(built) == 2
+
+    def test_a_build_that_fails_leaves_nothing_and_says_why(self, copied_sources: Path) -> None:
+        (copied_sources / "node" / "package.json").write_text("{")
+        for _ in range(2):
+            with pytest.raises(Unprovisionable, match=r"npm install[\s\S]*JSON"):
+                self.provision("node")
+
+    @pytest.mark.parametrize("tool", ["GO", "NODE", "NPM", "JAVAC"])
+    def test_a_missing_toolchain_is_named(self, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
+        program = getattr(provisioning, tool)
+        missing = dataclasses.replace(program, find=lambda: None)
+        monkeypatch.setattr(provisioning, tool, missing)
+        monkeypatch.setattr("tests.services.apt.can_install", lambda: False)
+        language = {"GO": "go", "JAVAC": "java"}.get(tool, "node")
+        # On a developer's machine
+        monkeypatch.delenv("CI", raising=False)
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            fixtures.require(clients=[language])
+        assert program.name in str(skipped.value)
+        assert f"apt-get install {program.package}" in str(skipped.value)
+        assert "Or name a server" not in str(skipped.value)
+        # And in CI
+        monkeypatch.setenv("CI", "true")
+        with pytest.raises(Unprovisionable):
+            fixtures.require(clients=[language])
+
+
+def test_a_package_of_no_list_is_sought_among_the_backports_of_debian_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Given a machine whose package lists are another distribution's
+    nothing = subprocess.CompletedProcess([], 0, stdout="")
+    monkeypatch.setattr("tests.services.apt.ran", lambda command, **options: nothing)
+    # Then the package is in no list, and is looked for nowhere else
+    assert not apt.has("valkey-server")
+    with pytest.raises(Unprovisionable, match="no package lists of Debian"):
+        apt.unpack(apt.BACKPORTS, ["valkey-server"], tmp_path / "valkey")
+    assert list(tmp_path.iterdir()) == []
 
 
 class TestUnprovisionableMachine:

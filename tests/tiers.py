@@ -33,6 +33,8 @@ FOLDERS = {
     "tests/acceptance": Tier.LARGE,
     "tests/api": Tier.MEDIUM,
     "tests/checks": Tier.MEDIUM,
+    "tests/clients": Tier.LARGE,
+    "tests/cluster": Tier.LARGE,
     "tests/conformance": Tier.MEDIUM,
     "tests/contrib": Tier.MEDIUM,
     "tests/dashboard": Tier.MEDIUM,
@@ -46,7 +48,7 @@ FOLDERS = {
 }
 """The tier of the tests of a folder; those of other folders are small. None of these is."""
 
-SERVERS = frozenset({"kafka", "mariadb", "postgres", "redis"})
+SERVERS = frozenset({"kafka", "mariadb", "mysql", "postgres", "redis"})
 """Markers of tests that talk to a server: none of them is small. With ``_server`` behind it, each
 is the name of that server's fixture."""
 

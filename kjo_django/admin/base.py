@@ -248,8 +248,10 @@ class KjoAdmin(BaseModelAdmin):
 
     def render_delete_form(self, request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
         """Show the confirmation of a deletion with an escaped name."""
+        name = InertName(context["object"])
+        # The second key is Django 6.1's.
         return super().render_delete_form(
-            request, context | {"object": InertName(context["object"])}
+            request, context | {"object": name, "escaped_object": str(name)}
         )
 
     def history_view(

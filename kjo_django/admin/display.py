@@ -6,20 +6,22 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from django.db.models import Model
+from django.db.models import F, Model
 from django.db.models.functions import Length
+from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from kjo_django.exceptions import MessageError
+from kjo_django.exceptions import KjoError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.safe_text import inert, is_active
 from kjo_django.runtime import jobs_database
+from kjo_django.states import JobState, JobStatus
 
 MAX_TEXT = 10_000
 MAX_BINARY = 2_048
@@ -80,6 +82,29 @@ def short_arguments(rows: Sequence[Job] | Sequence[DeadLetter]) -> dict[Any, str
     return {row.pk: found.get(row.pk, "…") for row in rows}
 
 
+def seconds_taken(rows: Sequence[Job], shown: dict[Any, JobStatus]) -> dict[Any, float]:
+    """Return how long the latest attempt of each job ran, by the job's key: of a running job until
+    now. Jobs of which it is not known are missing. It costs a query if one has failed.
+
+    :param shown: the state that people are shown, by the job's key.
+    """
+    now, taken = timezone.now(), dict[Any, float]()
+    for row in rows:
+        ended = now if shown[row.pk] == JobStatus.PROCESSING else row.finished_at
+        if row.state != JobState.FAILED and row.started_at is not None and ended is not None:
+            taken[row.pk] = max(0.0, (ended - row.started_at).total_seconds())
+    failed = [row.pk for row in rows if row.state in (JobState.FAILED, JobState.FAILING)]
+    if failed:
+        failures = JobFailure.objects.using(jobs_database()).order_by()
+        latest = failures.filter(
+            job_id__in=failed, attempt=F("job__attempts"), generation=F("job__generation")
+        )
+        for key, started_at, failed_at in latest.values_list("job_id", "started_at", "failed_at"):
+            if started_at is not None:
+                taken[key] = max(0.0, (failed_at - started_at).total_seconds())
+    return taken
+
+
 def one_line(value: Any) -> str:
     """Return decoded arguments as a call has them between its parentheses, shortened."""
     if isinstance(value, dict):
@@ -118,7 +143,7 @@ def show_message(letter: DeadLetter) -> SafeString:
         return show_bytes(None)
     try:
         serializer_for(letter.content_type or JSON.content_type).loads(bytes(letter.value))
-    except (MessageError, LookupError):
+    except (KjoError, LookupError):
         return show_bytes(letter.value)
     return show_value(redaction.shown_value(letter))
 

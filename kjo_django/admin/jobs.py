@@ -8,14 +8,23 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.formats import date_format
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django import registry
 from kjo_django.admin.base import BaseInline, KjoAdmin
-from kjo_django.admin.display import badge, show_text, show_value
+from kjo_django.admin.dashboard.figures import age, duration
+from kjo_django.admin.display import (
+    badge,
+    seconds_taken,
+    short_arguments,
+    show_text,
+    show_value,
+)
 from kjo_django.admin.filters import HandlerFilter, QueueFilter, StateFilter
-from kjo_django.enqueue.job_status import limits_awaited, progress_of
+from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
@@ -102,8 +111,12 @@ class JobAdmin(KjoAdmin):
 
     screens = ("jobs", "job")
     list_display = (
-        *("handler", "shown_state", "queue", "priority", "unique_id"),
-        *("shown_attempts", "created_at"),
+        "shown_call",
+        "shown_state",
+        "queue",
+        "shown_attempts",
+        "shown_age",
+        "shown_took",
     )
     list_filter = (StateFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=unique_id")
@@ -118,6 +131,18 @@ class JobAdmin(KjoAdmin):
     what_it_became = ("generation", "created_at", "shown_due", "expires_at", "queued_at")
     how_it_ended = ("started_at", "finished_at", "shown_error", "result_expires_at")
     where_it_is = ("topic", "partition", "offset", "content_type")
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """Read what the columns show of the arguments and times of the listed jobs."""
+        changes = super().get_changelist_instance(request)
+        rows = list(changes.result_list)
+        arguments = short_arguments(rows) if may_see_payloads(request) else {}
+        taken = seconds_taken(rows, shown_states(rows))
+        for row in rows:
+            row.short_arguments = arguments.get(row.pk)
+            row.seconds_taken = taken.get(row.pk)
+        changes.result_list = rows
+        return changes
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Hide payload and result from users who may not see them."""
@@ -153,6 +178,23 @@ class JobAdmin(KjoAdmin):
 
     # --- Columns ----------------------------------------------------------------------------------
 
+    @admin.display(description=_("job"))
+    def shown_call(self, job: Any) -> str:
+        """Return its handler, with the arguments where the user may see them."""
+        if job.short_arguments is None:
+            return str(job.handler)
+        return inert(f"{job.handler}({job.short_arguments})")
+
+    @admin.display(description=_("age"))
+    def shown_age(self, job: Job) -> str:
+        """Return how long ago it was enqueued."""
+        return age(job.created_at)
+
+    @admin.display(description=_("took"))
+    def shown_took(self, job: Any) -> str:
+        """Return how long its latest attempt ran."""
+        return duration(job.seconds_taken)
+
     @admin.display(description=_("state"))
     def shown_state(self, job: Job) -> SafeString:
         """Return its state with the virtual ones."""
@@ -164,7 +206,7 @@ class JobAdmin(KjoAdmin):
         """Return when it is due, or the limit that it waits for."""
         limit = limits_awaited([job]).get(job.pk, "")
         if job.available_at != NEVER:
-            return job.available_at
+            return date_format(timezone.localtime(job.available_at), "DATETIME_FORMAT")
         return inert(_("waits for %s") % limit) if limit else "-"
 
     @admin.display(description=_("attempts"))

@@ -180,7 +180,7 @@ class WorkerAdmin(KjoAdmin):
 
     def state_of(self, obj: Worker) -> str:
         """Return the requested action, or its state."""
-        return str(obj.wish or obj.state)
+        return str(obj.asked_to or obj.state)
 
     @admin.display(description=_("state"))
     def shown_state(self, worker: Worker) -> SafeString:

@@ -31,10 +31,13 @@ from kjo_django.api.fields import RequestShape, Shape, shape
 from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
+from kjo_django.runtime import databases, use_database
 
 logger = logging.getLogger("kjo_django")
 
 VIEW_PAYLOAD = "view_payload"
+DATABASE = "database"
+"""The parameter that names the database."""
 
 
 ALWAYS = (400, 401, 403, 406, 429)
@@ -153,6 +156,20 @@ class KjoView(APIView):  # type: ignore[misc]
         response["Cache-Control"] = "private, no-store"
         return response
 
+    def dispatch(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Answer from the database that ``?database=`` names."""
+        wanted = request.GET.get(DATABASE)
+        with use_database(wanted if wanted in databases() else databases()[0]):
+            return super().dispatch(request, *args, **kwargs)
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Check who asks, then that there is such a database."""
+        super().initial(request, *args, **kwargs)
+        wanted, known = request.query_params.get(DATABASE), databases()
+        if wanted not in (None, *known) and request.method in self.allowed_methods:
+            text = f"No jobs are in {wanted!r:.80}. Databases with jobs: {', '.join(known)}."
+            raise ValidationError({DATABASE: text}, code="unknown")
+
     # --- Reading requests -------------------------------------------------------------------------
 
     def body(self, shape: type[RequestShape]) -> dict[str, Any]:
@@ -170,6 +187,7 @@ class KjoView(APIView):  # type: ignore[misc]
         # A plain dict: of a form's, REST framework would leave out what is empty.
         values = parameters.dict()
         values.pop(api_settings.URL_FORMAT_OVERRIDE, None)
+        values.pop(DATABASE, None)
         given = shape(data=values)
         given.is_valid(raise_exception=True)
         return dict(given.validated_data)
@@ -237,6 +255,14 @@ ID = OpenApiParameter(
 )
 
 
+IN_DATABASE = OpenApiParameter(
+    DATABASE,
+    OpenApiTypes.STR,
+    description="Where queues have databases of their own: the alias of the one to work with; the "
+    "first of them if not given.",
+)
+
+
 def endpoint(
     operation_id: str,
     tag: str,
@@ -271,7 +297,7 @@ def endpoint(
         tags=[f"kjo: {tag}"],
         request=body,
         responses=responses,
-        parameters=[*path, *([query] if query else [])],
+        parameters=[*path, *([query] if query else []), IN_DATABASE],
         examples=list(examples),
     )
 

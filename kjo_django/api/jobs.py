@@ -10,6 +10,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404
 from django.urls import reverse
+from django.utils.http import urlencode
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
 from rest_framework.exceptions import PermissionDenied, ValidationError
@@ -17,7 +18,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from kjo_django import registry, states
-from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, may, page_of
+from kjo_django.api.endpoints import DATABASE, ID, KjoView, endpoint, id_of, may, page_of
 from kjo_django.api.fields import (
     JSONObject,
     JSONValue,
@@ -43,7 +44,7 @@ from kjo_django.models import NEVER, DeadLetter, DeadLetterState, Job, JobFailur
 from kjo_django.operations import search
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import database_of, databases, jobs_database, use_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import MAX_PRIORITY
 from kjo_django.workflows.lists import workflow_of
@@ -289,14 +290,17 @@ def enqueue_job(view: KjoView) -> Response:
     its result is kept, the answer is that job. A cancelled or expired one begins anew.
     """
     result = enqueue(view.body(EnqueueBody), view.audit("Enqueued.", is_new=True))
-    job = _rows().get(pk=result.job_id)
+    job = _rows().using(result.database).get(pk=result.job_id)
+    place = job_url(view.request, job.pk)
+    if result.database != databases()[0]:
+        place = f"{place}?{urlencode({DATABASE: str(result.database)})}"
     answer = {name: getattr(job, name) for name in (*COLUMNS, "state")} | {"is_new": result.is_new}
     if not result.is_new and not view.sees_payloads:
         answer["key"] = ""  # of what somebody else has enqueued
     return Response(
         Enqueued(answer).data,
         status=status.HTTP_201_CREATED if result.is_new else status.HTTP_200_OK,
-        headers={"Location": job_url(view.request, job.pk)},
+        headers={"Location": place},
     )
 
 
@@ -351,8 +355,7 @@ def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) ->
         options.
     """
     job = _build(body)
-    using = jobs_database()
-    with transaction.atomic(using=using):
+    with use_database(database_of(job.queue)) as runtime, transaction.atomic(runtime.database):
         answer = store([job])[0]
         if answer.answer in ("queued", "replaced"):
             on_stored([job])

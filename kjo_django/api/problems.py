@@ -21,6 +21,7 @@ from kjo_django.exceptions import (
     JobNotFoundError,
     JobStateError,
     MessageError,
+    PausableError,
     PayloadError,
     PublishError,
     StorageError,
@@ -57,7 +58,7 @@ _OURS: tuple[tuple[tuple[type[Exception], ...], type[exceptions.APIException]], 
     ((PayloadError, MessageError), exceptions.ValidationError),
     ((JobNotFoundError,), exceptions.NotFound),
     ((JobStateError, JobExistsError, UncommittedJobError), Conflict),
-    ((CoordinationError, PublishError, StorageError), Unavailable),
+    ((CoordinationError, PausableError, PublishError, StorageError), Unavailable),
 )
 
 
@@ -148,7 +149,7 @@ class StrictJSONParser(BaseParser):  # type: ignore[misc]
         except RecursionError:
             raise exceptions.ParseError(TOO_DEEP) from None
         except ValueError as error:
-            raise exceptions.ParseError(f"The body is no JSON: {error}") from None
+            raise exceptions.ParseError(f"The body is not JSON: {error}") from None
         if not _is_flat_enough(value):
             raise exceptions.ParseError(TOO_DEEP)
         return value

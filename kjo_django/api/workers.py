@@ -30,8 +30,10 @@ Worker = shape(
     id=serializers.UUIDField(help_text="Each start of a process has its own."),
     state=NamedChoice("WorkerState", WorkerRow.State.values),
     is_alive=serializers.BooleanField(help_text="Whether it showed a sign of life lately."),
-    wish=NamedChoice(
-        "WorkerWish", WorkerRow.Request.values, help_text="What it was asked to do; empty: nothing."
+    asked_to=NamedChoice(
+        "WorkerRequest",
+        WorkerRow.Request.values,
+        help_text="What it was asked to do; empty: nothing.",
     ),
     queues=serializers.ListField(child=serializers.CharField(), help_text="Empty: all."),
 )
@@ -121,5 +123,5 @@ def find(id: str) -> WorkerRow:
 
 def summary(row: WorkerRow) -> dict[str, Any]:
     """Return a worker's members in a list."""
-    answer = {name: getattr(row, name) for name in (*COLUMNS, "id", "state", "wish", "queues")}
+    answer = {name: getattr(row, name) for name in (*COLUMNS, "id", "state", "asked_to", "queues")}
     return answer | {"is_alive": row.is_alive(alive_within())}

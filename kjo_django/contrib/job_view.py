@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,7 @@ from django.utils.decorators import classonlymethod
 from django.views import View
 
 from kjo_django import states
-from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.handle import JobHandle, database_of_job, read_everywhere
 from kjo_django.enqueue.job_status import progress_of, shown_states
 from kjo_django.enqueue.waiting import close_connections, is_kept
 from kjo_django.models import NEVER, Job
@@ -224,7 +225,7 @@ def _find(id: Any) -> Job | None:
         key = JobHandle.of(id).job_id
     except ValueError:
         return None
-    rows = Job.objects.using(jobs_database()).defer("payload", "result")
+    rows = Job.objects.using(database_of_job(key)).defer("payload", "result")
     return rows.filter(pk=key).first()
 
 
@@ -239,9 +240,13 @@ _COLUMNS = (
 def read(ids: Collection[uuid.UUID], shows: frozenset[str]) -> dict[uuid.UUID, Shown]:
     """Return what is shown of each of these jobs; an unknown one is missing.
 
-    For any number of jobs: one query, and of coordination the leases and the progress of those that
-    are open.
+    For any number of jobs: one query to each database that holds jobs, and of coordination the
+    leases and the progress of those that are open.
     """
+    return read_everywhere(ids, partial(_read, shows=shows))
+
+
+def _read(ids: Collection[uuid.UUID], shows: frozenset[str]) -> dict[uuid.UUID, Shown]:
     columns = {column for each in shows for column in DETAILS[each]}
     rows = Job.objects.using(jobs_database()).filter(pk__in=ids).only(*_COLUMNS, *columns)
     jobs = list(rows)

@@ -22,7 +22,6 @@ from django.core.exceptions import MiddlewareNotUsed
 from django.utils.decorators import sync_and_async_middleware
 
 from kjo_django import signals, tracing
-from kjo_django.exceptions import text_of
 from kjo_django.messages.serializers import one_line
 from kjo_django.running_job import running, worker_name
 
@@ -85,19 +84,16 @@ class JsonFormatter(logging.Formatter):
 # --- A line for each start and end ----------------------------------------------------------------
 
 jobs = logging.getLogger("kjo_django.jobs")
-MOST_OF_AN_ERROR = 500
-"""Characters of an error's text in a line."""
 
 
 @sync_and_async_middleware
 def log_jobs(call_next: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Log a line for each start, end and failed attempt of a job, to ``kjo_django.jobs``.
+    """Log a line for each start and end of a job, to ``kjo_django.jobs``, at the level INFO.
 
-    It is for ``KJO["MIDDLEWARE"]``, the first of it. Starts and ends are INFO, failed attempts
-    WARNING; a dead letter's line is there without it. Ends are logged when they are committed. What
-    the logger does not take when a handler is first called costs nothing from then on.
+    It is for ``KJO["MIDDLEWARE"]``, the first of it. Failed attempts and dead letters have a line
+    without it. Ends are logged when they are committed. Where the logger does not take INFO when a
+    handler is first called, nothing is logged and nothing is spent from then on.
     """
-    signals.job_retried.connect(_log_retry, weak=False, dispatch_uid="kjo_log_jobs")
     if not jobs.isEnabledFor(logging.INFO):
         raise MiddlewareNotUsed
     signals.job_completed.connect(_log_completion, weak=False, dispatch_uid="kjo_log_jobs")
@@ -118,35 +114,24 @@ def _log_start(context: Any) -> None:
     for run in getattr(context, "items", [context]):
         facts = {**run.log_fields}
         facts |= {"job_id": run.job_id, "handler": run.handler, "attempt": run.attempt}
-        _log(logging.INFO, "Started", facts | {"queue": run.queue})
+        _log("Started", facts | {"queue": run.queue})
 
 
 def _log_completion(*, seconds: float, **facts: Any) -> None:
-    _log(logging.INFO, "Completed", facts, seconds)
-
-
-def _log_retry(*, seconds: float, error: BaseException, retry_at: Any, **facts: Any) -> None:
-    told = f"{type(error).__name__}: {text_of(error)[:MOST_OF_AN_ERROR]}" if error else "no error"
-    then = f", again at {retry_at:%Y-%m-%d %H:%M:%S} UTC" if retry_at else ""
-    _log(logging.WARNING, "Failed", facts, seconds, f"{then}: {told}")
+    _log("Completed", facts, seconds)
 
 
 def _log_cancellation(**facts: Any) -> None:
-    _log(logging.INFO, "Cancelled", facts)
+    _log("Cancelled", facts)
 
 
-def _log(
-    level: int, what: str, facts: dict[str, Any], seconds: float | None = None, then: str = ""
-) -> None:
-    """Log one line about a job.
-
-    :param then: what follows.
-    """
+def _log(what: str, facts: dict[str, Any], seconds: float | None = None) -> None:
+    """Log one line about a job."""
     attempt = f", attempt {facts['attempt']}" if facts.get("attempt") else ""
     lasted = "" if seconds is None else f" in {seconds:.3f} s"
     where = f"(queue {facts['queue']}{attempt}){lasted}"
-    line = one_line(f"{what} {facts['handler']} {facts['job_id']} {where}{then}")
+    line = one_line(f"{what} {facts['handler']} {facts['job_id']} {where}")
     extra = {name: facts[name] for name in FIELDS if facts.get(name) is not None}
     if seconds is not None:
         extra["seconds"] = round(seconds, 6)
-    jobs.log(level, "%s", line, extra=extra)
+    jobs.info("%s", line, extra=extra)

@@ -60,6 +60,10 @@ FIRST_CLAIM = Claim(True, 1)
 """The answer for a name that has never been held."""
 
 
+LONGEST_SLACK = 0.5
+"""Seconds of ``Pace.slack``, at most."""
+
+
 class Pace(NamedTuple):
     """One rate as ``reserve`` is asked for it."""
 
@@ -68,6 +72,9 @@ class Pace(NamedTuple):
     """Seconds from one permit to the next."""
     burst: int = 1
     """Permits that are given at once when none was given for long."""
+    slack: float = 0.0
+    """Seconds for which the permit may be used after its moment, at most ``LONGEST_SLACK``. The
+    next one is further away by as much: starts that are late come no closer to each other."""
 
 
 class Listener(abc.ABC):
@@ -107,6 +114,9 @@ class Coordination(abc.ABC):
     releases_within: str | None = None
     """The jobs' database, by alias, in whose transaction that makes outcomes durable ``release`` is
     to be called: it is part of it then, and spares a transaction. None: after the commit."""
+    is_with_jobs: ClassVar[bool] = False
+    """Whether it is in the database with the jobs unless its option ``DATABASE`` names another:
+    where jobs are in several databases, each has one then."""
     supports_wake_ups: bool = False
     """Whether ``notify`` reaches other processes; without it they find out by polling."""
 
@@ -174,7 +184,7 @@ class Coordination(abc.ABC):
         burst may be given at once when none was given for long. An ask gets the next moment that
         all its rates allow, in ``after`` seconds at the earliest. Of one that is further away than
         ``within`` seconds nothing is reserved. All who ask for a rate give one value of that: what
-        a slower rate has reserved beyond it is forgotten.
+        a slower rate has reserved beyond it, by more than ``LONGEST_SLACK``, is forgotten.
 
         :param sign: a lease and its token. A server that does not have it has lost its data.
         :returns: in how many seconds each ask is permitted.

@@ -41,6 +41,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.coordination.base import (
     FIRST_CLAIM,
+    LONGEST_SLACK,
     Claim,
     Coordination,
     Pace,
@@ -122,8 +123,8 @@ return #KEYS
 
 
 # KEYS: the rates, then the sign of life. ARGV: the sign's token ("" for none), the longest and the
-# shortest wait in µs; of each rate its interval and its tolerance in µs; of each ask how many
-# rates, and which.
+# shortest wait and the longest slack in µs; of each rate its interval, tolerance and slack in µs;
+# of each ask how many rates, and which.
 # Answers with the µs to wait for each ask; nothing at all where the sign is missing. The server's
 # clock is everybody's.
 _RESERVE = """
@@ -136,24 +137,26 @@ local earliest = now + tonumber(ARGV[3])
 local free, changed, answers = {}, {}, {}
 for i = 1, #KEYS - 1 do
     free[i] = tonumber(redis.call('GET', KEYS[i])) or 0
-    local last = now + longest + tonumber(ARGV[2 * i + 3]) + tonumber(ARGV[2 * i + 2])
+    local last = now + longest + tonumber(ARGV[4])
+        + tonumber(ARGV[3 * i + 2]) + tonumber(ARGV[3 * i + 3])
     if free[i] > last then
         free[i] = last
         changed[i] = true
     end
 end
-local at = 2 * #KEYS + 2
+local at = 3 * #KEYS + 2
 while ARGV[at] do
     local last, moment = at + tonumber(ARGV[at]), earliest
     for j = at + 1, last do
         local i = tonumber(ARGV[j])
-        moment = math.max(moment, free[i] - tonumber(ARGV[2 * i + 3]))
+        moment = math.max(moment, free[i] - tonumber(ARGV[3 * i + 3]))
     end
     answers[#answers + 1] = moment - now
     if moment - now <= longest then
         for j = at + 1, last do
             local i = tonumber(ARGV[j])
-            free[i] = math.max(free[i], moment) + tonumber(ARGV[2 * i + 2])
+            local following = tonumber(ARGV[3 * i + 2]) + tonumber(ARGV[3 * i + 4])
+            free[i] = math.max(free[i], moment) + following
             changed[i] = true
         end
     end
@@ -289,10 +292,11 @@ class RedisCoordination(Coordination):
         paces = {pace.name: pace for ask in asks for pace in ask}
         places = {name: number for number, name in enumerate(paces, start=1)}
         lease, token = sign or ("", "")
-        arguments: list[object] = [token, round(within * 1e6), round(after * 1e6)]
+        times = within, after, LONGEST_SLACK
+        arguments: list[object] = [token, *(round(seconds * 1e6) for seconds in times)]
         for pace in paces.values():
             interval = max(1, round(pace.interval * 1e6))
-            arguments += interval, interval * (pace.burst - 1)
+            arguments += interval, interval * (pace.burst - 1), round(pace.slack * 1e6)
         for ask in asks:
             arguments += len(ask), *(places[pace.name] for pace in ask)
         answers = self._run(_RESERVE, self._keys([*paces, lease]), *arguments)

@@ -12,7 +12,7 @@ from kjo_django import states
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
-from kjo_django.messages.headers import message_id
+from kjo_django.messages.headers import Message, message_id
 from kjo_django.models import DeadLetterReason, EventKey
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
@@ -36,7 +36,8 @@ def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: boo
     keys = [delivery.key for delivery in deliveries]
     fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
     if not marks:
-        fresh = set(keys) - runtime.store.known_markers(keys)
+        asked = [d.key for d in deliveries if d not in rows or not is_next_attempt(d, rows[d])]
+        fresh = set(keys) - runtime.store.known_markers(asked)
     attempts, steps = [], []
     for delivery, key in zip(deliveries, keys, strict=True):
         row, is_fresh = rows.get(delivery), key in fresh
@@ -186,9 +187,23 @@ def is_left_open(attempt: Attempt) -> bool:
     message, row = attempt.delivery.message, attempt.row
     if row is None or message is None or message.job_id != str(row.id):
         return False
-    own_name = message_id(message.job_id, row.generation)
-    is_born_here = message.id == own_name and row.unique_id != message.id
-    return not is_born_here and not why_skip(attempt.delivery, row)
+    return not _is_born_here(message, row) and not why_skip(attempt.delivery, row)
+
+
+def is_next_attempt(delivery: Delivery, row: JobRow) -> bool:
+    """Return whether a delivery asks for the attempt that the row of a job of ours waits for.
+
+    Then there is no marker of its message: the marker and the end of the row are one transaction.
+    """
+    message = delivery.message
+    assert message is not None
+    return _is_born_here(message, row) and why_skip(delivery, row) is None
+
+
+def _is_born_here(message: Message, row: JobRow) -> bool:
+    """Return whether a message is that of a job that was enqueued here, under the job's own id."""
+    own_name = message_id(row.id_text, row.generation)
+    return message.id == own_name and row.unique_id != message.id
 
 
 class HeldBack(set[object]):

@@ -52,12 +52,17 @@ class Delivery:
     """Whether its outcome is durable and acknowledged: it is not to run again."""
     took: float | None = None
     """Seconds that its coroutine ran; None: it ended with an error, or has not run."""
+    was_joined: bool = False
+    """Whether steps that it released have run in its transaction. Should it run again, they do not:
+    one of them may be why."""
     is_orphan: bool = False
     """Whether it was being run when a worker died, and next runs in a group of its own."""
     was_permitted: bool = False
     """Whether its limits have let it start: it comes before others of its key that wait."""
     waiting_since: float = 0.0
     """When it came to the lanes (monotonic)."""
+    permit_since: float = 0.0
+    """The earliest moment (monotonic) that its permit may mean."""
     permitted_at: float = 0.0
     permit_until: float = 0.0
     """Between these moments (monotonic) it may start without another permit of its rates."""

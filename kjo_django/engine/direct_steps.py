@@ -5,6 +5,9 @@ the commit is certain, the step's delivery is put into the worker's scheduler, b
 were polled, and goes their way. Nothing is to be acknowledged: the row is all there is. Should the
 worker die, freeze or defer the step, the lease expires, and a relay publishes the row like any
 other.
+
+A quick step without effects outside the database runs in the very transaction that has released it:
+see ``JoinedSteps``.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from uuid import UUID
 from kjo_django import registry
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.connections import drop_broken_connections
+from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.recorder import OUTAGES
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue import storing
 from kjo_django.limits.rules import is_limited
+from kjo_django.runtime import Runtime
 from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import NOWHERE, NoSubscription, Record, TopicPartition
 
@@ -60,6 +65,20 @@ class DirectSteps(NoSubscription):
             return 0
         return self._scheduler.room(queue, TopicPartition(conf.topic, NOWHERE))
 
+    def joins(self, queue: str, handler: str) -> bool:
+        """Return False: the caller is not in the transaction of a group."""
+        return False
+
+    def join(self, steps: Sequence[DueJob]) -> None:
+        """Do nothing: no step joins."""
+
+    def may_join(self, queue: str, handler: str) -> bool:
+        """Return whether a step of this handler may run in the transaction of its queue's group."""
+        found, conf = registry.find(handler), self._runtime.settings.queue(queue)
+        if found is None or not found.options.database_only or found.options.batch is not None:
+            return False
+        return self._scheduler.may_join(queue, TopicPartition(conf.topic, NOWHERE))
+
     def lease(self, seconds: float = 0.0) -> tuple[str, datetime]:
         """Return what is written into the rows of the steps: the worker's token, and until when no
         relay publishes them.
@@ -71,6 +90,10 @@ class DirectSteps(NoSubscription):
 
     def put(self, steps: Sequence[DueJob]) -> None:
         """Let steps run that a committed transaction has leased to this worker."""
+        self._scheduler.put(self.read(steps))
+
+    def read(self, steps: Sequence[DueJob]) -> list[Delivery]:
+        """Return the deliveries of steps that are leased to this worker."""
         now, deliveries = self._runtime.clock.now(), []
         self._hold([step.id for step in steps])
         for step in steps:
@@ -83,7 +106,7 @@ class DirectSteps(NoSubscription):
             )
             if (delivery := self._pollers[step.queue].read(record, self)) is not None:
                 deliveries.append(delivery)
-        self._scheduler.put(deliveries)
+        return deliveries
 
     def keep(self, delivery: Delivery, seconds: float) -> None:
         """Keep a step here that waits for so long because of an error that pauses its partition;
@@ -104,6 +127,13 @@ class DirectSteps(NoSubscription):
         for id in [id for id, end in list(self._held.items()) if end <= now]:
             self._held.pop(id, None)  # it was deferred, and has been published since
         self._held.update(dict.fromkeys(ids, until))
+
+    def joined(self, deliveries: Sequence[Delivery]) -> JoinedSteps | None:
+        """Return what takes the steps that a group of deliveries is about to release; None if they
+        are not to run in its transaction, which one of them may have spoilt before."""
+        if any(each.was_joined or each.deliveries > 1 for each in deliveries):
+            return None
+        return JoinedSteps(self, self._scheduler, self._runtime, deliveries)
 
     # --- As a subscription ------------------------------------------------------------------------
 
@@ -127,4 +157,63 @@ class DirectSteps(NoSubscription):
             logger.warning("%d steps are published when their leases expire: %s", len(ids), error)
             drop_broken_connections()
         else:
-            storing.wake(storing.RELAY_CHANNEL)
+            storing.wake(self._runtime, storing.RELAY_CHANNEL)
+
+
+class JoinedSteps:
+    """Takes the steps that the completions of a group release. A quick step whose handler has no
+    effect but in the job's database runs in the transaction that releases it: one flush to the disk
+    for all of them.
+
+    Its row, its marker and its savepoint are its own, so if it fails, the steps before it stand. A
+    step with other effects must not run before those it waits for are committed: a mail cannot be
+    undone with them.
+
+    As deliveries share a group, as many steps join as are expected to run within the groups'
+    budget.
+
+    :param leaders: the deliveries of the group.
+    """
+
+    def __init__(
+        self,
+        steps: DirectSteps,
+        scheduler: GroupScheduler,
+        runtime: Runtime,
+        leaders: Sequence[Delivery],
+    ) -> None:
+        self._steps, self._scheduler = steps, scheduler
+        self._leaders, self._queue = leaders, leaders[0].queue.name
+        self._budget = runtime.settings.group_budget.total_seconds()
+        self._most = runtime.settings.group_size
+        self._released: list[DueJob] = []
+        self.room, self.lease, self.put = steps.room, steps.lease, steps.put
+        self.has_run = False
+        """Whether a step has begun in the transaction."""
+
+    def joins(self, queue: str, handler: str) -> bool:
+        """Return whether a step of this handler may run in the group's transaction."""
+        is_short = self._most > 0 and self._scheduler.run_time(handler) <= self._budget
+        return is_short and queue == self._queue and self._steps.may_join(queue, handler)
+
+    def join(self, steps: Sequence[DueJob]) -> None:
+        """Note what the transaction has leased for itself."""
+        self._released += steps
+
+    def take(self) -> list[Delivery]:
+        """Return the deliveries of what was released since the last call. They are the group's.
+
+        :raises RunAbandoned: this thread was given up.
+        """
+        steps, self._released = self._released, []
+        if not steps:
+            return []
+        deliveries = self._steps.read(steps)
+        self._budget -= sum(self._scheduler.run_time(each.kind) for each in deliveries)
+        self._most -= len(deliveries)
+        self.has_run = True
+        for leader in self._leaders:
+            leader.was_joined = True
+        if not self._scheduler.join(deliveries):
+            raise RunAbandoned
+        return deliveries

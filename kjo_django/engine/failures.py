@@ -58,6 +58,7 @@ from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.workflows.countdown import count_ended
 
 logger = logging.getLogger("kjo_django")
+jobs_logger = logging.getLogger("kjo_django.jobs")
 
 MAX_TRACEBACK_LENGTH = 20_000
 MAX_CODE_LENGTH = 100
@@ -207,12 +208,9 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
         for attempt, answer in zip(dead, answers, strict=True):
             # One the topic can never take must not hold up what comes behind it: the row has all.
             attempt.is_published = answer.error is None or answer.is_final
-            if answer.is_final:
-                why = "A dead letter is kept in the table alone: %s"
-                logger.error(why, answer.error, extra=_facts(attempt))
-            elif answer.error is not None:
-                why = "A dead letter was not published, trying again: %s"
-                logger.error(why, answer.error, extra=_facts(attempt))
+            if answer.error is not None:
+                what = "in the table alone" if answer.is_final else "not published, trying again"
+                logger.error("A dead letter is %s: %s", what, answer.error, extra=_facts(attempt))
 
 
 def record_lost_attempts(runtime: Runtime, orphans: Sequence[Delivery]) -> None:
@@ -280,15 +278,20 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         # One attempt announces what all of them have ended: they are committed together.
         steps[0][0].announcements = announcements
         count_ended(runtime, [step for _, step in steps], announce=announcements.append)
-    for attempt in attempts:
-        if attempt.ending is Ending.DEAD:
-            message, facts = attempt.delivery.message, _facts(attempt)
-            which = message.id if message else attempt.delivery.record.position
-            where = f"(queue {facts['queue']}, attempt {attempt.number}, {attempt.seconds:.3f} s)"
-            line = f"{facts['handler']} {which} {where}: {attempt.reason}: ".lstrip()
-            # One line, whatever others wrote.
-            line = one_line(line + error_text(attempt.error))
-            logger.error("Dead-lettered %s", line, extra=facts)
+
+
+def log_failure(attempt: Attempt) -> None:
+    """Leave a line in the log for an attempt that failed: of its retry, or of its dead letter."""
+    facts, error, is_dead = _facts(attempt), attempt.error, attempt.ending is Ending.DEAD
+    which = facts["job_id"] or attempt.delivery.record.position
+    where = f"(queue {facts['queue']}, attempt {attempt.number}) in {attempt.seconds:.3f} s"
+    then = f": {attempt.reason}" if is_dead else f", again at {attempt.retry_at:%F %T} UTC"
+    why = f": {type(error).__name__}: {error_text(error)}" if error else ""
+    # One line, whatever others wrote.
+    line = one_line(f"{facts['handler']} {which} {where}{then}{why}".lstrip())
+    facts["seconds"] = round(attempt.seconds, 6)
+    log = logger.error if is_dead else jobs_logger.warning
+    log("%s %s", "Dead-lettered" if is_dead else "Failed", line, extra=facts)
 
 
 def _was_recorded(using: str, attempt: Attempt) -> bool:
@@ -386,7 +389,7 @@ def _birth(
     place and id: people see one row for one task, and its state is the task's.
     """
     delivery, message, record = attempt.delivery, attempt.delivery.message, attempt.delivery.record
-    using, handler = runtime.database, delivery.handler
+    using, handler, queue = runtime.database, delivery.handler, delivery.queue
     assert message is not None
     if handler is None:
         return None
@@ -400,7 +403,6 @@ def _birth(
     is_retry = attempt.ending is Ending.RETRIED
     if not is_retry and not was_sent_here:
         return None
-    queue = delivery.queue
     # Its headers travel on with the retry, whoever set them, but for what only rows say. And where
     # it was read: its dead letter is to name where it came from, not where its last retry was.
     not_theirs = {ORIGIN_ID, names.ORIGIN_ENVELOPE, *names.OF_A_ROW}
@@ -462,8 +464,7 @@ def _id_for(using: str, message: Message, record: Record) -> UUID:
 
 
 def _failure(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> JobFailure:
-    error = attempt.error
-    message = attempt.delivery.message
+    error, message = attempt.error, attempt.delivery.message
     code, details = error_facts(error)
     return JobFailure(
         job_id=job_id,
@@ -486,9 +487,7 @@ def _failure(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> JobFa
 
 def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> str:
     """Return what is shown of an error: its text, or its type when it has none."""
-    if error is None:
-        return ""
-    return storable_text(text_of(error), limit)
+    return "" if error is None else storable_text(text_of(error), limit)
 
 
 def error_facts(error: BaseException | None) -> tuple[str, Any]:

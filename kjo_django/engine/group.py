@@ -25,15 +25,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
-from django.db import DatabaseError, OperationalError, connections
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.dispatch import Signal
 from django.utils import timezone
 
@@ -42,7 +44,8 @@ from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack
 from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
-from kjo_django.engine.handler.call import call_isolated, leaving_no_blocks
+from kjo_django.engine.direct_steps import DirectSteps
+from kjo_django.engine.handler.call import call_isolated, recording
 from kjo_django.engine.handler.connections import (
     answers,
     drop_broken_connections,
@@ -61,6 +64,7 @@ from kjo_django.limits.limiter import Limiter
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
+from kjo_django.states import JobState
 from kjo_django.transports.base import Subscription
 from kjo_django.workflows.countdown import Receiver
 
@@ -72,6 +76,8 @@ SETTLED_TOGETHER = 1000
 """Most coroutines that are settled in one transaction."""
 _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
 """Endings that the group's own transaction makes durable."""
+
+_step_of = attrgetter("step")
 
 Listener = Callable[[Sequence[Attempt]], None]
 """Is called with attempts whose endings are durable."""
@@ -105,7 +111,7 @@ class Pipeline:
         on_pause: Callable[[Attempt], None] = lambda attempt: None,
         stopping: threading.Event | None = None,
         on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
-        receiver: Receiver | None = None,
+        receiver: DirectSteps | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
@@ -158,7 +164,8 @@ class Pipeline:
                 retry = retry or OutageRetry(self._stopping)
                 using = self._runtime.database
                 following = retry.after(error, using, "The group cannot be settled", 1)
-                left = _unsettled(left, running)
+                # Of all of the group: of a COMMIT without an answer, steps that had joined it, too.
+                left = _unsettled(deliveries, running)
                 # What a database that is there refuses again and again must not keep a lane.
                 if following is not Next.AGAIN:
                     return self._defer(left)
@@ -225,9 +232,12 @@ class Pipeline:
         self._leases.let_rows_go(ids)
         runtime.store.release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
+            row = rows.get(delivery)
+            if row is not None and row.state == JobState.WAITING:
+                continue  # it had joined its group's transaction, and its release is undone
             attempt = Attempt(
                 delivery,
-                row=rows.get(delivery),
+                row=row,
                 number=context.attempt,
                 limit=context.max_attempts,
                 started_at=timezone.now() - timedelta(seconds=seconds),
@@ -355,7 +365,7 @@ class Pipeline:
         if deliveries[0].mode is not Mode.ATOMIC:
             return self._run_leased(deliveries, running)
         if len(deliveries) == 1:
-            return self._settle([self._run_alone(deliveries[0])])
+            return self._settle(self._run_alone(deliveries[0]))
         try:
             attempts = self._run_in_transaction(deliveries)
         except Exception as error:
@@ -378,9 +388,9 @@ class Pipeline:
                 deferred.append(delivery)
                 continue
             try:
-                attempt = self._run_alone(delivery)
-                held_back.after([attempt])
-                waiting = self._settle([attempt])
+                ended = self._run_alone(delivery)
+                held_back.after(ended)
+                waiting = self._settle(ended)
             except DatabaseError as error:
                 if not answers(self._runtime.database):
                     raise
@@ -412,9 +422,9 @@ class Pipeline:
         self._transact(deliveries, attempts, ended, savepoints=True)
         return attempts
 
-    def _run_alone(self, delivery: Delivery) -> Attempt:
-        """Admit, run and record a delivery in its own transaction. What its commit raises is its
-        own failure, and so is any error of ours.
+    def _run_alone(self, delivery: Delivery) -> list[Attempt]:
+        """Admit, run and record a delivery in its own transaction, and steps that join it. What its
+        commit raises is its own failure, and so is any error of ours.
 
         :raises DatabaseError: the database is away.
         """
@@ -441,8 +451,8 @@ class Pipeline:
             row = admission.load_rows(self._runtime, [delivery])[1].get(delivery)
             attempt = admission.attempt_of(self._runtime, delivery, row)
             attempt.started_at = timezone.now()
-            return failures.judge_error(self._runtime, attempt, error)
-        return attempts[0]
+            return [failures.judge_error(self._runtime, attempt, error)]
+        return attempts
 
     def _judge_commit(self, attempt: Attempt, error: DatabaseError) -> None:
         """Find out whether the COMMIT of a completion that was not answered has taken effect; if
@@ -466,47 +476,71 @@ class Pipeline:
         *,
         savepoints: bool = False,
     ) -> None:
-        """Admit, run and record a group in one transaction. The markers are its first write, the
-        update of the jobs' rows its last: what a handler wrote is committed together with the
-        record that it has run, or not at all.
+        """Admit, run and record a group in one transaction, and steps of workflows that it releases
+        and that may join it. The markers are the first write of each part, the update of the jobs'
+        rows its last: what a handler wrote is committed together with the record that it has run,
+        or not at all.
 
-        :param attempts: one of each delivery is added to it.
+        :param attempts: one of each delivery is added to it, and of each step that joins.
         :param ended: those that ended in an earlier transaction, and are not to run again.
         :param savepoints: whether each handler runs behind one.
         :raises RolledBack: a handler has failed that has no savepoint.
+        :raises InterfaceError: steps had joined it, and it failed as a whole or its COMMIT was not
+            answered. The group runs again without them.
         """
         self._watch.check()
-        store, using = self._runtime.store, self._runtime.database
-        connection = connections[using]
+        store, connection = self._runtime.store, connections[self._runtime.database]
         savepoint = LazySavepoint(connection, store) if savepoints else None
-        with (
-            recorder.recording(store, calls_handlers=True) as recorded,
-            leaving_no_blocks(connection),
-            savepoint.group() if savepoint is not None else nullcontext(),
-        ):
-            admitted = admission.admit_group(self._leases, deliveries, marks=True)
-            earlier = {attempt.delivery: attempt for attempt in ended}
-            attempts += [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
-            self._lane.run_in_transaction(attempts, savepoint)
-            self._watch.check()
-            completed = [a for a in attempts if a.ending is Ending.COMPLETED]
-            if len(completed) < len(attempts):
-                # A marker left behind would make every later attempt look like a duplicate.
-                marked = {attempt.key for attempt in attempts if attempt.is_marked}
-                store.delete_markers(marked - {attempt.key for attempt in completed})
-            durable = [a for a in attempts if a.ending in _OF_GROUP]
-            recorder.acknowledge_within(durable)
-            # But for those that have a hook to be called under their leases.
-            leased = [
-                a for a in durable if not (a.delivery.handler and a.delivery.handler.observes)
-            ]
-            leases = [attempt.delivery.lease for attempt in leased]
-            is_released = self._leases.release_within(using, leases)
-            recorded += completed
-            recorder.complete(self._runtime, completed, receiver=self._receiver, is_last=True)
-        if is_released:
-            self._leases.forget(leases)
-            for attempt in leased:
+        part, joined = deliveries, None
+        released: list[Attempt] = []
+        earlier = {attempt.delivery: attempt for attempt in ended}
+        try:
+            with (
+                recording(store, calls_handlers=True) as recorded,
+                ExitStack() as around,
+            ):
+                if savepoint is not None:
+                    around.enter_context(savepoint.group())
+                while part:
+                    admitted = admission.admit_group(self._leases, part, marks=True)
+                    admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
+                    attempts += admitted
+                    self._lane.run_in_transaction(admitted, savepoint)
+                    self._watch.check()
+                    completed = [a for a in admitted if a.ending is Ending.COMPLETED]
+                    if len(completed) < len(admitted):
+                        # A marker left behind would make every later attempt look like a duplicate.
+                        marked = {attempt.key for attempt in admitted if attempt.is_marked}
+                        store.delete_markers(marked - {attempt.key for attempt in completed})
+                    durable = [a for a in admitted if a.ending in _OF_GROUP]
+                    if any(delivery.subscription.joins_transactions for delivery in part):
+                        recorder.acknowledge_within(durable)
+                    # But for those that have a hook to be called under their leases.
+                    durable = [
+                        a
+                        for a in durable
+                        if not (a.delivery.handler and a.delivery.handler.observes)
+                    ]
+                    leases = [attempt.delivery.lease for attempt in durable]
+                    if self._leases.release_within(self._runtime.database, leases):
+                        released += durable
+                    recorded += completed
+                    if self._receiver is not None and any(map(_step_of, completed)):
+                        joined = joined or self._receiver.joined(deliveries)
+                    receiver: Receiver | None = joined or self._receiver
+                    recorder.complete(self._runtime, completed, receiver=receiver, is_last=True)
+                    part = joined.take() if joined is not None else []
+                    if part and savepoint is None:
+                        savepoint = LazySavepoint(connection, store)
+                        around.enter_context(savepoint.group())
+        except Exception as error:
+            if joined is not None and joined.has_run:
+                # If it was committed, each that was in it is found to be a duplicate.
+                raise InterfaceError(f"A transaction with steps failed: {error}") from error
+            raise
+        if released:
+            self._leases.forget([attempt.delivery.lease for attempt in released])
+            for attempt in released:
                 attempt.is_released = True
 
     # --- Admit and run outside a transaction ------------------------------------------------------
@@ -528,11 +562,8 @@ class Pipeline:
                 running.update(attempt.delivery for attempt in admitted)
                 self._loop.run(admitted)
             return self._settle([a for a in attempts if a.delivery not in running])
-        ended = EndedQueue(
-            self._settle,
-            self._runtime.settings.group_budget.total_seconds(),
-            self._recorder if self._is_workers else None,
-        )
+        budget = self._runtime.settings.group_budget.total_seconds()
+        ended = EndedQueue(self._settle, budget, self._recorder if self._is_workers else None)
         left, size, has_begun, retry = deliveries, len(deliveries), False, None
         while left and not (has_begun and self._stopping.is_set()):
             ended.deferred += [d for d in left if ended.held_back.covers(d)]
@@ -558,7 +589,7 @@ class Pipeline:
                     ended.deferred += ended.held_back.defer(part)
                     left, retry = left[len(part) :], None
                 continue
-            retry = None
+            retry, admitted_at = None, time.monotonic()
             try:
                 self._lane.run_leased(attempts, ended)
             finally:
@@ -569,8 +600,10 @@ class Pipeline:
                     self._release_rows(attempts, {*ended.deferred})
             not_begun = [a.delivery for a in attempts if a.ending is None]
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
-            # It took longer than was thought when the group was formed.
-            size = max(1, 2 * (len(part) - len(not_begun)))
+            # As many as fit into the budget: each that does not is admitted twice.
+            size = max(1, len(part) - len(not_begun))
+            if time.monotonic() - admitted_at < budget / 2:
+                size *= 2
             left = not_begun + left[len(part) :]
         return ended.deferred + left
 
@@ -767,7 +800,7 @@ class Pipeline:
         runtime = self._runtime
         failures.publish_dead_letters(runtime, [a for a in attempts if a.ending is Ending.DEAD])
         writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
-        with recorder.recording(runtime.store, calls_handlers=True) as recorded:
+        with recording(runtime.store, calls_handlers=True) as recorded:
             recorded += writable
             duplicates = [attempt for attempt in writable if attempt.ending is Ending.DUPLICATE]
             recorder.complete_open_rows(runtime.database, duplicates)
@@ -835,6 +868,8 @@ class Pipeline:
                 call_isolated(call, f"A hook failed: {handler.name}", facts)
             if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
                 _log_skipped(attempt)
+            elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
+                failures.log_failure(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between
         # its commit and its call.
         ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
@@ -941,7 +976,8 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
         if delivery.deliveries > 1:
             signals.job_stalled.send_robust(sender=handler, **number, **facts)
         if ending is Ending.COMPLETED:
-            facts |= {**number, "result": result_of(attempt), "seconds": attempt.seconds}
+            result = None if attempt.result is None else result_of(attempt)
+            facts |= {**number, "result": result, "seconds": attempt.seconds}
         elif ending is Ending.RETRIED:
             facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}
             facts["seconds"] = attempt.seconds

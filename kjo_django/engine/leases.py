@@ -279,7 +279,8 @@ class LeaseBook:
                 slots = [slot for name in names for slot in self._slots.get(name, ())]
             names = names + slots
         try:
-            if names:
+            # Steps that have joined the transaction were not claimed.
+            if names := [name for name in names if name in self._held]:
                 self._coordination.release(names, self.token)
         except CoordinationError as error:
             if not is_pristine(connections[using]):
@@ -349,7 +350,7 @@ class LeaseBook:
             self._shown_at = began
         except CoordinationError as error:
             self._breaker.record_failure(began)
-            self._warn("No sign of life given", error)
+            self._warn("The worker's heartbeat was not renewed", error)
             return
         if self._breaker.record_success():
             logger.info("Coordination answers again, leases are taken again")

@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,13 +20,13 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.engine.admission import HeldBack
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
+from kjo_django.engine.handler.call import recording
 from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
-from kjo_django.store import Store
-from kjo_django.store.rows import Completion, JobRow, Place
+from kjo_django.store.rows import Completing, Completion, JobRow, Place
 from kjo_django.transports.base import NOWHERE, Record, Subscription
 from kjo_django.workflows.countdown import Receiver, count_ended
 
@@ -47,29 +46,6 @@ _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
 
 
 # --- Transactions ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
-    """A transaction that makes endings durable. A worker's is always the outermost; within a test's
-    own, a savepoint keeps a failure from breaking that one.
-
-    Yields a list for the attempts it records: recorded with its commit; should it raise, in doubt,
-    since nobody knows whether the COMMIT took effect.
-
-    :param calls_handlers: whether handlers, or hooks of theirs, are called in it.
-    """
-    attempts: list[Attempt] = []
-    try:
-        with store.transaction(calls_handlers=calls_handlers):
-            yield attempts
-    except Exception:
-        for attempt in attempts:
-            attempt.is_in_doubt = True
-            attempt.delivery.attempt = attempt
-        raise
-    for attempt in attempts:
-        attempt.is_recorded = True
 
 
 def record_completions(
@@ -143,8 +119,13 @@ def complete(
         if (row := attempt.row) is not None
     ]
     now = timezone.now()
-    is_end = is_last and not steps
-    written = runtime.store.complete(completions, now, token=token, is_last=is_end)
+    completing: Completing = None
+    if steps and token is None:
+        # The caller's transaction has locked the rows: they are written along with the counts.
+        completing, written = (completions, now), {one.row.id for one in completions}
+    else:
+        is_end = is_last and not steps
+        written = runtime.store.complete(completions, now, token=token, is_last=is_end)
     if steps:
         ended = [one for one in steps if one[2] in written]
         announcements: list[Callable[[], object]] = []
@@ -159,6 +140,7 @@ def complete(
             announce=announcements.append,
             receiver=receiver,
             is_last=is_last,
+            completing=completing,
         )
     return written
 

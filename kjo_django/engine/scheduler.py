@@ -21,7 +21,7 @@ import itertools
 import math
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class Group:
     deliveries: list[Delivery]
     mode: Mode
     queue: str
+    has_ended: bool = False
 
 
 class StartRamp:
@@ -179,6 +180,8 @@ class GroupScheduler:
         self._paused_until: dict[TopicPartition, float] = {}
         """Partitions of which nothing starts before a moment (monotonic)."""
         self._running: set[Delivery] = set()
+        self._taken: dict[int, Group] = {}
+        """The last group that each thread has taken, by the thread's id."""
         self._groups: Counter[str] = Counter()
         """Groups that run, by queue."""
         self._coroutines: Counter[str] = Counter()
@@ -239,6 +242,32 @@ class GroupScheduler:
             free = self._limits.get(queue, NO_LIMIT).groups - self._groups[queue]
             return int(min(min(self._idle, free) + 1, self._left))
 
+    def run_time(self, kind: str) -> float:
+        """Return how many seconds a run of this handler is expected to take; infinity if it has not
+        run here."""
+        return self._run_times.get(kind, math.inf)
+
+    def may_join(self, queue: str, place: TopicPartition) -> bool:
+        """Return whether a delivery of the caller's queue may run with the caller's group: it would
+        start at once anyway, and nobody counts what starts."""
+        return self._left == math.inf and self.room(queue, place) > 0
+
+    def join(self, deliveries: Sequence[Delivery]) -> bool:
+        """Add deliveries to the group that the calling thread has taken; return False if it has
+        ended: another thread is there in place of this one."""
+        with self._startable:
+            group = self._taken.get(threading.get_ident())
+            if group is None or group.has_ended:
+                return False
+            for delivery in deliveries:
+                self._held[delivery.subscription, delivery.place] += delivery.weight
+                if delivery.shard in self._keys:
+                    delivery.shard = object()  # a stale record of its job is there, too
+                self._keys[delivery.shard] = KeyQueue(delivery.shard, group.queue, [])
+            self._running.update(deliveries)
+            group.deliveries += deliveries
+            return True
+
     # --- Taking -----------------------------------------------------------------------------------
 
     def take(self, timeout: float | None = None) -> Group | None:
@@ -251,6 +280,7 @@ class GroupScheduler:
                     self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
                 for name in self._by_share() if self._is_weighted else list(self._ready):
                     if self._may_start(name) and (group := self._form_group(name)) is not None:
+                        self._taken[threading.get_ident()] = group
                         if self._is_lane_needed():
                             self._startable.notify()
                         return group
@@ -436,9 +466,11 @@ class GroupScheduler:
         :param started: coroutines of the group that go on.
         :param coroutines: those that went on after their group's end, and have ended.
         """
-        ended = coroutines if group is None else [d for d in group.deliveries if d not in started]
+        ended = coroutines
         with self._startable:
             if group is not None:
+                ended = [d for d in group.deliveries if d not in started]
+                group.has_ended = True
                 if group.deliveries[0] is self._orphan:
                     self._orphan = None
                 self._groups[group.queue] -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import repeat
 from typing import Any, Concatenate, Generic, Literal, Protocol, TypedDict, Unpack, overload
@@ -21,7 +21,6 @@ from kjo_django.enqueue import unique
 from kjo_django.enqueue.handle import JobHandle, P, R, R_co
 from kjo_django.enqueue.storing import (
     check_payload_size,
-    milliseconds,
     store,
     store_alike,
     too_large,
@@ -32,7 +31,7 @@ from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_types
-from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.runtime import Runtime, database_of, runtime_of
 from kjo_django.timetables import cron_expression, zone_name
 from kjo_django.values import (
     MOST_AT_ONCE,
@@ -69,8 +68,8 @@ class EnqueueOptions:
     expires_at: datetime | None = None
     """Not started by then, never started; it ends as a dead letter that says so."""
     max_attempts: int | None = None
-    result_ttl: timedelta | int | None = None
-    """A timedelta, or whole milliseconds."""
+    result_ttl: timedelta | None = None
+    """How long its result and error are kept."""
     queue: str | None = None
     priority: int | None = None
     """From -100 to 100, the highest first."""
@@ -102,15 +101,33 @@ class EnqueueOptions:
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
-        for name, check in (("delay", _delay), ("max_attempts", attempts), ("priority", priority)):
+        for name, check in _CONVERSIONS.items():
             if (value := getattr(self, name)) is not None:
                 try:
                     object.__setattr__(self, name, check(value))
                 except ValueError as error:
                     raise ValueError(f"{name} must be {error}, not {value!r:.80}") from None
-        if self.result_ttl is not None:
-            milliseconds(self.result_ttl)
         unique.convert(self)
+
+
+class UsingOptions(TypedDict, total=False):
+    """The options of ``using()`` for type checkers; `EnqueueOptions` says what they mean."""
+
+    id: str | None
+    key: str | None
+    delay: Delay | None
+    run_at: datetime | None
+    expires_at: datetime | None
+    max_attempts: int | None
+    result_ttl: Delay | None
+    queue: str | None
+    priority: int | None
+    headers: Mapping[str, str] | None
+    unique_for: Delay | None
+    unique_by: Sequence[str] | None
+    debounce: Delay | None
+    debounce_max: Delay | None
+    on_conflict: Literal["keep", "replace", "raise"] | None
 
 
 def _delay(value: Any) -> timedelta:
@@ -120,6 +137,15 @@ def _delay(value: Any) -> timedelta:
         most = LONGEST_DELAY.days
         raise ValueError(f"a timedelta or number of seconds, of at most {most} days")
     return found
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "delay": _delay,
+    "max_attempts": attempts,
+    "priority": priority,
+    "result_ttl": lifetime,
+}
+"""Options of ``using()`` that are converted, and how."""
 
 
 def _check_moment(moment: Any, name: str) -> None:
@@ -170,16 +196,22 @@ class JobDefinition(Generic[P, R_co]):
         """The registered name."""
         return self.handler.name
 
-    def using(self, **options: Any) -> JobDefinition[P, R_co]:
-        """Return a copy with options for the next enqueues, see ``EnqueueOptions``."""
-        refuse_unknown(options, {f.name for f in fields(EnqueueOptions)}, "using")
-        return JobDefinition(self.handler, replace(self.options, **options))
+    def using(self, **options: Unpack[UsingOptions]) -> JobDefinition[P, R_co]:
+        """Return a copy with options for the next enqueues, see ``EnqueueOptions``.
+
+        :raises TypeError: there is no such option.
+        :raises ValueError: a value is not one that the option takes.
+        """
+        refuse_unknown(options, UsingOptions.__annotations__, "using")
+        given: dict[str, Any] = {**options}  # durations, which the options keep as timedeltas
+        return JobDefinition(self.handler, replace(self.options, **given))
 
     def enqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
         """Store a job that will call the function with this payload, given by keyword, and return a
         handle to follow it.
 
-        Joins the caller's transaction: rolled back with it, never run before it commits.
+        Joins the caller's transaction: rolled back with it, never run before it commits. For a
+        queue with a database of its own, that is the transaction open on that database.
 
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
@@ -190,7 +222,7 @@ class JobDefinition(Generic[P, R_co]):
                 f"{self.name}.enqueue() takes the arguments by keyword: "
                 f"{self.handler.example_of('enqueue')}, not by place"
             )
-        runtime = current_runtime()
+        runtime = runtime_of(self.options.queue or self.handler.options.queue)
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
         if self._unique is not None:
@@ -220,7 +252,7 @@ class JobDefinition(Generic[P, R_co]):
             if ids is None
             else zip(payloads, ids, strict=True)
         )
-        runtime = current_runtime()
+        runtime = runtime_of(self.options.queue or self.handler.options.queue)
         rule = self._unique if ids is None else unique.rule_for_ids(self.options)
         unique_ids: list[str | None] = []
         keys: list[str] = []
@@ -272,7 +304,8 @@ class JobDefinition(Generic[P, R_co]):
 
 def unsaved_job(definition: JobDefinition[..., Any], payload: dict[str, Any]) -> Job:
     """Return the unsaved row of a job; everything is validated here, before any write."""
-    runtime, options = current_runtime(), definition.options
+    options = definition.options
+    runtime = runtime_of(options.queue or definition.handler.options.queue)
     key, data = definition._key_and_bytes(payload, options.id, runtime)
     row = new_job(options, definition.handler.options, key, data, runtime)
     make_unique(definition, row, payload)
@@ -304,7 +337,13 @@ def new_job(
     """
     name = known_queue(given.queue) if given.queue else declared.queue
     queue = runtime.settings.queue(name)
-    ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
+    is_limited = declared.rate is not None or declared.concurrency is not None
+    if is_limited and given.queue and not runtime.holds(declared.queue):
+        raise ValueError(
+            f"{declared.name}: its limits hold within one database, and the queue {name!r} has "
+            f"another one than its own, {declared.queue!r}: see KJO['QUEUES'][…]['database']."
+        )
+    result_ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
     now = timezone.now()
     priority = declared.priority if given.priority is None else given.priority
     if priority and (key or declared.key is not None):
@@ -324,7 +363,7 @@ def new_job(
         available_at=given.run_at or (now + given.delay if given.delay else now),
         expires_at=given.expires_at,
         created_at=now,
-        result_ttl=ttl if isinstance(ttl, int) else ttl // timedelta(milliseconds=1),
+        result_ttl=result_ttl // timedelta(milliseconds=1),
     )
 
 
@@ -369,12 +408,6 @@ def _serializer(value: Any) -> Any:
     return value
 
 
-def _lifetime(value: Any) -> timedelta:
-    if not isinstance(value, timedelta):
-        raise ValueError("a timedelta of at least a millisecond")
-    return lifetime(value)
-
-
 def _schedule(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         return {"cron": cron_expression(value)}
@@ -404,7 +437,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "backoff": backoff_of,
     "retry_on": error_types,
     "give_up_on": error_types,
-    "result_ttl": _lifetime,
+    "result_ttl": lifetime,
     "rate": rate,
     "burst": whole(1, MOST_AT_ONCE),
     "rate_key": _key,
@@ -431,7 +464,7 @@ class JobOptions(TypedDict, total=False):
     backoff: OwnBackoff | Delay | Sequence[Delay] | None
     retry_on: type[BaseException] | Sequence[type[BaseException]]
     give_up_on: type[BaseException] | Sequence[type[BaseException]]
-    result_ttl: timedelta | None
+    result_ttl: Delay | None
     atomic: bool
     database_only: bool
     serializer: Serializer
@@ -635,6 +668,9 @@ def enqueue_on_save(
     its job are committed together or not at all. ``bulk_create`` and ``QuerySet.update`` send no
     signals, hence enqueue nothing.
 
+    A save in another database than that of the job's queue raises ``ImproperlyConfigured`` and is
+    rolled back: the two could not be committed together.
+
     :param payload: makes the handler's keyword arguments from the instance.
     :param created: True for new rows only, False for changed rows only, None for both.
     :param condition: further condition on the instance.
@@ -643,12 +679,15 @@ def enqueue_on_save(
     if id is not None:
         job.using(id="checked here, not at the first save")
     _commit_save_and_signals_together(model)
+    save_hooks.append((model, job))
 
     def receiver(sender: Any, instance: Any, raw: bool = False, **kwargs: Any) -> None:
         if raw or (created is not None and kwargs["created"] is not created):
             return  # raw: a fixture is being loaded, its jobs have long run
         if condition is not None and not condition(instance):
             return
+        if fault := save_fault(model, job, kwargs["using"]):
+            raise ImproperlyConfigured(fault)
         definition = job if id is None else job.using(id=id(instance))
         definition.enqueue(**payload(instance))
 
@@ -660,6 +699,23 @@ def enqueue_on_save(
         dispatch_uid=":".join(
             ["kjo_django", job.name, str(created), *map(_place, (payload, condition, id))]
         ),
+    )
+
+
+save_hooks: list[tuple[type[models.Model], JobDefinition[..., Any]]] = []
+"""The models whose saves enqueue a job, and these jobs."""
+
+
+def save_fault(model: type[models.Model], job: JobDefinition[..., Any], using: str) -> str | None:
+    """Return why a save of the model in the database ``using`` cannot enqueue the job, or None."""
+    queue = job.options.queue or job.handler.options.queue
+    if (jobs := database_of(queue)) == using:
+        return None
+    return (
+        f"enqueue_on_save({model._meta.label}, {job.name}): the model is saved in the database "
+        f"{using!r}, and the jobs of the queue {queue!r} are in {jobs!r}: no transaction holds "
+        f"both. Give the job a queue with KJO['QUEUES'][…]['database'] = {using!r}, or let a "
+        f"router send the model to {jobs!r}."
     )
 
 

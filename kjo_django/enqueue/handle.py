@@ -6,7 +6,7 @@ A handle is an id. It reads nothing until it is asked, and then the present stat
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -28,7 +28,7 @@ from kjo_django.enqueue.waiting import (
 )
 from kjo_django.exceptions import JobNotFoundError
 from kjo_django.models import NEVER, Job
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import databases, jobs_database, use_database
 from kjo_django.states import JobState, JobStatus
 
 P = ParamSpec("P")
@@ -82,9 +82,39 @@ _COLUMNS = (
 def snapshots(ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, JobSnapshot]:
     """Return what is known of each of these jobs; an unknown one is missing.
 
-    For any number of jobs: one query, and of coordination the leases and the progress of those that
-    are open.
+    For any number of jobs: one query to each database that holds jobs, and of coordination the
+    leases and the progress of those that are open.
     """
+    return read_everywhere(ids, _snapshots)
+
+
+def read_everywhere(
+    ids: Iterable[uuid.UUID], read: Callable[[Collection[uuid.UUID]], Mapping[uuid.UUID, R]]
+) -> dict[uuid.UUID, R]:
+    """Return what ``read`` finds of jobs, in one database after the other until none is missing."""
+    found: dict[uuid.UUID, R] = {}
+    missing = set(ids)
+    for database in databases():
+        if missing:
+            with use_database(database):
+                found.update(read(missing))
+            missing.difference_update(found)
+    return found
+
+
+def database_of_job(id: uuid.UUID) -> str | None:
+    """Return the alias of the database that has a job; the only one there is, without a query."""
+    known = databases()
+    if len(known) == 1:
+        return known[0]
+    for alias in known:
+        if Job.objects.using(alias).filter(pk=id).exists():
+            return alias
+    return None
+
+
+def _snapshots(ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, JobSnapshot]:
+    """Return what is known of those of these jobs that are in this thread's database."""
     rows = Job.objects.using(jobs_database()).filter(pk__in=ids).only(*_COLUMNS)
     jobs = {job.pk: job for job in rows}
     shown = shown_states(list(jobs.values()))
@@ -130,6 +160,8 @@ class JobHandle(Generic[R_co]):
     was."""
     cached_result: Any = NO_RESULT
     """Of one that had completed: the result that the enqueue has found."""
+    database: str | None = None
+    """The alias of the job's database. None for a handle that was made again: all are asked."""
 
     @classmethod
     def of(cls, id: uuid.UUID | str) -> JobHandle[Any]:
@@ -155,7 +187,8 @@ class JobHandle(Generic[R_co]):
     def snapshot(self) -> JobSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such job: its
         transaction was rolled back, or its row was pruned."""
-        return snapshots([self.job_id]).get(self.job_id)
+        with use_database(self._database()):
+            return _snapshots([self.job_id]).get(self.job_id)
 
     @property
     def status(self) -> JobStatus | None:
@@ -188,13 +221,21 @@ class JobHandle(Generic[R_co]):
         :raises UncommittedJobError: called inside a transaction, and it has not ended.
         """
         waiter = Waiter(timeout)
-        return waiter.wait(self._awaited())  # type: ignore[no-any-return]
+        with use_database(self._database()):
+            return waiter.wait(self._awaited())  # type: ignore[no-any-return]
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
         waiter = Waiter(timeout, releases=True)
-        found: R_co = await waiter.await_(await sync_to_async(self._awaited)())
+        with use_database(await sync_to_async(self._database)()):
+            found: R_co = await waiter.await_(await sync_to_async(self._awaited)())
         return found
+
+    def _database(self) -> str:
+        """Return the alias of the job's database, the default one if no database has the job."""
+        if self.database is None:
+            self.database = database_of_job(self.job_id)
+        return self.database or databases()[0]
 
     def _awaited(self) -> Awaited:
         rows = Job.objects.using(jobs_database()).filter(pk=self.job_id)

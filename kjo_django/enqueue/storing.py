@@ -27,6 +27,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
+from django.db.models import Model
 from django.db.models.base import ModelState
 from django.utils import timezone
 
@@ -41,7 +42,16 @@ from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import ORIGIN_ID, Job, transition
-from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
+from kjo_django.runtime import (
+    Runtime,
+    current_runtime,
+    database_of,
+    get_transport,
+    jobs_database,
+    runtime_of,
+    transport_class,
+    use_database,
+)
 from kjo_django.states import JobState
 from kjo_django.store import Store
 from kjo_django.store.rows import DueJob, Publication
@@ -101,23 +111,31 @@ def store(
     *,
     revives_failed: bool = False,
     runtime: Runtime | None = None,
-    waits: bool = False,
+    beside: Sequence[Sequence[Model]] = (),
+    is_last: bool = False,
 ) -> list[JobHandle[Any]]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
     the order of the jobs.
 
-    :param jobs: one definition's, if they have a ``UniqueRule``.
+    :param jobs: of queues of one database; one definition's, if they have a ``UniqueRule``.
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
         being a duplicate until its error expires.
-    :param waits: the jobs are steps of a workflow that wait for others. None has a unique id.
+    :param beside: rows of the workflow whose steps the jobs are, as ``Store.insert_steps`` takes
+        them. Those in the state ``waiting`` wait for other steps. None has a unique id.
+    :param is_last: the caller does nothing more but commit.
     :raises JobExistsError: the rule says so of one of them.
     """
     if not jobs:
         return []
-    runtime = runtime or current_runtime()
-    store, alias = runtime.store, runtime.database
+    runtime = runtime or runtime_of(jobs[0].queue)
+    if (alias := runtime.database) != current_runtime().database:
+        with use_database(alias):
+            return store(
+                jobs, revives_failed=revives_failed, runtime=runtime, beside=beside, is_last=is_last
+            )
+    statements, rule = runtime.store, jobs[0].unique_rule
     queues = {name: runtime.settings.queue(name) for name in {job.queue for job in jobs}}
     transactional = {
         name
@@ -125,32 +143,43 @@ def store(
         if transport_class(queue.transport).capabilities.transactional
     }
     for job in jobs:
-        is_sent = job.queue in transactional and not waits
-        job.state = JobState.QUEUED if is_sent else JobState.PENDING
-        if waits:
-            job.state = JobState.WAITING
-        job.queued_at = job.created_at if is_sent else None
-    with tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext():
-        if waits or (not transactional and all(job.unique_id is None for job in jobs)):
-            # The common case of a log transport: one statement needs no transaction of its own.
-            store.insert_jobs(jobs)
-            answers: list[JobHandle[Any]] = [JobHandle(job.pk, "queued") for job in jobs]
-            after_commit(alias, RELAY_CHANNEL, map(_facts, jobs))
+        if job.state != JobState.WAITING:
+            is_sent = job.queue in transactional
+            job.state = JobState.QUEUED if is_sent else JobState.PENDING
+            job.queued_at = job.created_at if is_sent else None
+    is_named = any(job.unique_id is not None for job in jobs)
+    is_one_statement = not is_named or (len(jobs) == 1 and rule is None)
+    with (
+        tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext(),
+        # The common case of a log transport: one statement needs no transaction of its own.
+        nullcontext()
+        if is_one_statement and not transactional
+        # A JobExistsError leaves the caller's transaction as it was.
+        else statements.transaction(savepoint=rule is not None),
+    ):
+        if is_named:
+            answers = _store_unique(jobs, revives_failed, statements)
         else:
-            # A JobExistsError leaves the caller's transaction as it was.
-            with store.transaction(savepoint=jobs[0].unique_rule is not None):
-                answers = _store_unique(jobs, revives_failed, store)
-                for name, queue in queues.items():
-                    fresh = [
-                        job
-                        for job, answer in zip(jobs, answers, strict=True)
-                        if job.queue == name and answer.answer in _SENT
-                    ]
-                    if fresh:
-                        dispatch_jobs(fresh, queue)
-                        after_commit(alias, channel_of(queue), map(_facts, fresh))
+            if beside:
+                statements.insert_steps(beside, jobs, is_last=is_last and not transactional)
+            else:
+                statements.insert_jobs(jobs)
+            answers = [JobHandle(job.pk, "queued") for job in jobs]
+        for name, queue in queues.items():
+            fresh = [
+                job
+                for job, answer in zip(jobs, answers, strict=True)
+                if job.queue == name and answer.answer in _SENT
+            ]
+            if sent := [job for job in fresh if job.state == JobState.QUEUED]:
+                dispatch_jobs(sent, queue)
+            if fresh:
+                channel = topic_channel(queue.topic) if sent else RELAY_CHANNEL
+                after_commit(runtime, channel, map(_facts, fresh))
     for job in jobs:
         job._state.adding, job._state.db = False, alias
+    for answer in answers:
+        answer.database = alias
     return answers
 
 
@@ -178,6 +207,7 @@ def store_alike(
     :param job: unsaved; what all of them have in common. It is not stored itself.
     :param waits: the jobs are steps of a workflow that wait for others.
     """
+    job.state = JobState.WAITING if waits else JobState.PENDING
     if (
         (is_transactional(runtime.settings.queue(job.queue)) and not waits)
         or any(id is not None for id in unique_ids)
@@ -190,8 +220,7 @@ def store_alike(
             own = {"id": id, "unique_id": unique_id, "key": key, "payload": payload}
             copy.__dict__.update(job.__dict__, _state=ModelState(), **own)
             copies.append(copy)
-        return store(copies, runtime=runtime, waits=waits)
-    job.state = JobState.WAITING if waits else JobState.PENDING
+        return store(copies, runtime=runtime)
     # What the tracer leaves with this one, all of them carry.
     alike = [job] * len(payloads)
     with (
@@ -200,18 +229,19 @@ def store_alike(
     ):
         ids = uuid7s(len(payloads))
         runtime.store.copy_jobs(job, zip(ids, keys, payloads, strict=True))
-        answers: list[JobHandle[Any]] = [JobHandle(id, "queued") for id in ids]
+        database = runtime.database
+        answers: list[JobHandle[Any]] = [JobHandle(id, "queued", database=database) for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
-        after_commit(runtime.database, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
+        after_commit(runtime, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
     return answers
 
 
 def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle[Any]]:
     """Insert, then resolve the unique ids that were taken."""
-    named = [job for job in jobs if job.unique_id is not None]
-    if named and named[0].unique_rule is not None and named[0].unique_rule.names_jobs:
+    if jobs[0].unique_rule is not None and jobs[0].unique_rule.names_jobs:
         return _store_in_windows(jobs, store)
-    if store.insert_jobs(jobs, ignore_conflicts=bool(named)) == len(jobs):
+    named = [job for job in jobs if job.unique_id is not None]
+    if store.insert_jobs(jobs, ignore_conflicts=True) == len(jobs):
         return [JobHandle(job.pk, "queued") for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
     for queue in {job.queue for job in named}:
@@ -450,14 +480,20 @@ def store_record(
         destination=topic,
     )
     job.queued_at = now if job.state == JobState.QUEUED else None
-    runtime = current_runtime()
     with (
+        use_database(_outbox_of(queue)) as runtime,
         tracing.tracer.enqueuing([job]) if tracing.tracer is not None else nullcontext(),
         runtime.store.transaction(savepoint=False),
     ):
         job.save(using=runtime.database, force_insert=True)
         dispatch_jobs([job], queue)
     return job
+
+
+def _outbox_of(queue: QueueConf) -> str:
+    """Return the alias of the database in which a record for this queue's relay is stored: that of
+    the queue; for the common one, the database that this thread works with."""
+    return jobs_database() if queue.name == OUTGOING else database_of(queue.name)
 
 
 def only_in_rows(key: bytes | None, value: bytes | None) -> dict[str, bytes]:
@@ -529,7 +565,7 @@ def record_of(
         raw_key = headers.pop(names.RAW_KEY, None)
         is_tombstone = headers.pop(names.NO_VALUE, None) is not None
         if names.REDELIVERY in headers:
-            # A requeue is a wish to have it handled again.
+            # A requeue asks for it to be handled again.
             headers[names.REDELIVERY] = names.message_id(str(job.id), job.generation).encode()
         return OutgoingRecord(
             topic=job.destination,
@@ -575,7 +611,7 @@ def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
     """
     runtime = current_runtime()
     if not is_transactional(queue):
-        after_commit(runtime.database, RELAY_CHANNEL)
+        after_commit(runtime, RELAY_CHANNEL)
         return
     records = [record_of(job, queue, job.available_at) for job in jobs]
     publish(get_transport(queue.transport), records)
@@ -583,7 +619,7 @@ def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
     if forwarded:
         record_forwarded(runtime.store, forwarded, timezone.now())
     for topic in {record.topic for record in records} or {queue.topic}:
-        after_commit(runtime.database, topic_channel(topic))
+        after_commit(runtime, topic_channel(topic))
 
 
 def is_waited_for(job: Job | DueJob) -> bool:
@@ -615,23 +651,26 @@ def topic_channel(topic: str) -> str:
 class _AfterCommit:
     """The wake-ups and signals of one transaction."""
 
+    runtime: Runtime
     channels: set[str] = field(default_factory=set)
     enqueued: list[dict[str, Any]] = field(default_factory=list)
 
     def send(self) -> None:
         """Send them; called once the transaction is committed."""
-        wake(*self.channels)
+        wake(self.runtime, *self.channels)
         for facts in self.enqueued:
             signals.job_enqueued.send_robust(sender=facts["handler"], **facts)
 
 
-def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
+def after_commit(runtime: Runtime, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
     """Wake ``channel`` and send ``job_enqueued`` when the current transaction commits.
 
     Outside a transaction it happens at once; rolled back, it never happens.
+
+    :param runtime: that of the database with the transaction.
     """
-    connection = transaction.get_connection(using)
-    after, is_new = _AfterCommit(), True
+    connection = transaction.get_connection(runtime.database)
+    after, is_new = _AfterCommit(runtime), True
     if connection.in_atomic_block and connection.run_on_commit:
         savepoints, function, _robust = connection.run_on_commit[-1]
         last = getattr(function, "__self__", None)
@@ -642,17 +681,16 @@ def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = 
     if signals.job_enqueued.receivers:
         after.enqueued.extend(enqueued)
     if is_new:
-        transaction.on_commit(after.send, using=using, robust=True)
+        transaction.on_commit(after.send, using=runtime.database, robust=True)
 
 
-def wake(*channels: str) -> None:
+def wake(runtime: Runtime, *channels: str) -> None:
     """Wake whoever listens on one of the channels, now; coordination that is out of reach is
     logged, no more.
 
     A call is worth little time, and a web request or a lane waits for it: a circuit breaker keeps
     callers from waiting for a server that does not answer.
     """
-    runtime = current_runtime()
     breaker, began = runtime.wake_breaker, runtime.clock.monotonic()
     if breaker.is_open():
         return
@@ -677,4 +715,4 @@ def notify_waiters(channels: Collection[str]) -> None:
         if len(name) <= MAX_REPLY_CHANNEL and name.startswith(REPLY_CHANNELS) and "\0" not in name
     )
     if known:
-        wake(*known)
+        wake(current_runtime(), *known)

@@ -3,8 +3,8 @@
 Each waiter has a channel, which its job's header ``kjo-reply-to`` names. The worker that commits
 the job's end notifies the channel. So a job nobody waits for costs nothing, and an awaited one
 costs one notification. The end of a workflow is notified on one of a few channels that all
-processes know. Notifications may be lost: the row decides. It is read after subscribing, at each
-notification, on a slow poll, and once more at the end of the time.
+processes know. Notifications may be lost: the row decides. It is read after subscribing, unless it
+was stored since, at each notification, on a slow poll, and once more at the end of the time.
 """
 
 from __future__ import annotations
@@ -213,20 +213,20 @@ class ReplyListener:
             listener.wake()
 
 
-_reply_listener: ReplyListener | None = None
+_reply_listeners: dict[str, ReplyListener] = {}
+"""By the alias of the database whose jobs are waited for."""
 _lock = threading.Lock()
 
 
 def _current_listener() -> ReplyListener:
-    global _reply_listener
-    coordination = get_coordination()
+    coordination, database = get_coordination(), jobs_database()
     with _lock:
-        found = _reply_listener
+        found = _reply_listeners.get(database)
         if found is None or found.coordination is not coordination or found.pid != os.getpid():
             # The settings changed, or this is a forked child, which must not close the parent's.
             if found is not None and found.pid == os.getpid():
                 found.close()
-            found = _reply_listener = ReplyListener(coordination)
+            found = _reply_listeners[database] = ReplyListener(coordination)
         return found
 
 
@@ -250,6 +250,9 @@ class Awaited:
     """When the awaited run was enqueued; None: the run that the row holds when it is first read."""
     is_called: bool = False
     """Whether its end notifies the waiter's channel; else its end is found by polling."""
+    is_new: bool = False
+    """Whether it was stored after its waiter had begun to listen: nothing is read of it before the
+    first notification or pause."""
     attempts: int = 0
     """Attempts with a recorded outcome, when the row was last read."""
 
@@ -358,7 +361,6 @@ class Waiter:
         """
         pauses = self._pauses(awaited)
         while True:
-            self._called.clear()
             is_ended, value, awaited = self._read(awaited)
             if is_ended:
                 return value
@@ -366,6 +368,7 @@ class Waiter:
             if self._releases and pause >= RELEASED_FROM:
                 close_connections()
             self._called.wait(pause)
+            self._called.clear()
 
     async def await_(self, awaited: Awaited) -> Any:
         """Return the result without blocking a thread; see ``wait``."""
@@ -376,9 +379,10 @@ class Waiter:
                 loop.call_soon_threadsafe(called.set)
 
         self._on_call = on_call
+        if self._called.is_set():  # notified before
+            called.set()
         pauses = self._pauses(awaited)
         while True:
-            called.clear()
             is_ended, value, awaited = await sync_to_async(self._read)(awaited)
             if is_ended:
                 return value
@@ -387,9 +391,13 @@ class Waiter:
                 await sync_to_async(close_connections)()
             with suppress(TimeoutError):
                 await asyncio.wait_for(called.wait(), pause)
+            called.clear()
 
     def _read(self, awaited: Awaited) -> tuple[bool, Any, Awaited]:
-        """Read the row. While the database is away, the job or workflow has not ended."""
+        """Read the row, unless the job is new. While the database is away, the job or workflow has
+        not ended."""
+        if awaited.is_new:
+            return False, None, replace(awaited, is_new=False)
         try:
             return awaited.look()
         except (OperationalError, InterfaceError):

@@ -17,11 +17,11 @@ from datetime import datetime, timedelta
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError
 
 from kjo_django import registry, states
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import Pace, slot_name
+from kjo_django.coordination.base import LONGEST_SLACK, Pace, slot_name
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
@@ -32,6 +32,7 @@ from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.registry import Handler
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
+from kjo_django.store.servers import mend_connection
 
 logger = logging.getLogger("kjo_django")
 
@@ -71,6 +72,7 @@ class Delivery(Protocol):
     def paused_since(self) -> datetime | None: ...
 
     was_permitted: bool
+    permit_since: float
     permitted_at: float
     permit_until: float
     slot_until: float
@@ -142,6 +144,10 @@ class Limiter:
         self._preparation = 0.05
         """Seconds that a job with a permit is expected to take from its lane's look at it to its
         start: leases, rows, a transaction."""
+        self._lateness = 0.0
+        """Seconds from the moment that a permit means to the start, as they were of late: the call
+        that asks for it, and a thread that is woken late. A rate whose grace is shorter would never
+        start anything, so its permits have slack."""
 
     def limits_of(self, deliveries: Sequence[D]) -> dict[D, list[Limit]]:
         """Return the limits of those of the deliveries that have any."""
@@ -204,6 +210,8 @@ class Limiter:
         for delivery, limits in limited.items():
             line = next((limit for limit in limits if limit.name in crowded), None)
             delivery.prepared_from = delivery.prepared_from or now
+            if delivery.permit_until < now:
+                self._note_lateness(delivery, now)
             if delivery.permitted_at > soon:
                 waits[delivery] = Wait(limits[-1], delivery.permitted_at - now)
             elif delivery in behind:
@@ -275,7 +283,16 @@ class Limiter:
     ) -> None:
         if not asking:
             return
-        asks = [[limit.pace for limit in rates] for rates in asking.values()]
+        slack = {
+            limit: max(0.0, min(1.5 * self._lateness - limit.rate.grace, LONGEST_SLACK))
+            for rates in asking.values()
+            for limit in rates
+            if limit.rate is not None
+        }
+        asks = [
+            [limit.pace._replace(slack=slack[limit]) for limit in rates]
+            for rates in asking.values()
+        ]
         clock = self._runtime.clock
         after = max(WRITING, self._preparation) if crowded else self._preparation
         began = clock.monotonic()
@@ -287,7 +304,8 @@ class Limiter:
                 waits[delivery] = Wait(slowest, seconds)
                 continue
             # The moment meant lies between these two: a start is neither early nor too late.
-            grace = min(limit.rate.grace for limit in rates if limit.rate is not None)
+            grace = min(one.rate.grace + slack[one] for one in rates if one.rate is not None)
+            delivery.permit_since = began + seconds
             delivery.permitted_at = ended + seconds
             delivery.permit_until = began + seconds + grace
             delivery.is_limited = True
@@ -297,7 +315,8 @@ class Limiter:
             for limit in rates:
                 if limit.name in crowded:
                     count = found.releases.get(limit, (0, 0.0))[0]
-                    found.releases[limit] = count + 1, seconds + limit.pace.interval
+                    following = limit.pace.interval + slack[limit]
+                    found.releases[limit] = count + 1, seconds + following
 
     def _ask_slots(
         self,
@@ -408,11 +427,20 @@ class Limiter:
         if now < delivery.permitted_at:
             time.sleep(delivery.permitted_at - now)
             now = self._runtime.clock.monotonic()  # on a busy machine that took longer
+        self._note_lateness(delivery, now)
         if now > delivery.permit_until:
             delivery.held_until = now
             delivery.permitted_at = 0.0
             return False
         return True
+
+    def _note_lateness(self, delivery: Delivery, now: float) -> None:
+        """Note once how late a delivery is for the moment that its permit means, if it has one; one
+        that finds its permit lapsed, before it is prepared, is late as well."""
+        if delivery.permit_since:
+            late = min(now - delivery.permit_since, LONGEST_SLACK)
+            self._lateness += (0.5 if late > self._lateness else 0.2) * (late - self._lateness)
+            delivery.permit_since = 0.0
 
     # --- The line ---------------------------------------------------------------------------------
 
@@ -485,7 +513,7 @@ class Limiter:
             logger.warning(
                 "Should this worker end, %d jobs lose their place: %s", len(starts), error
             )
-            connections[self._runtime.database].close_if_unusable_or_obsolete()
+            mend_connection(self._runtime.database)
 
     def release_freed(self) -> None:
         """Release a job for each slot that was given back; raises nothing. What an outage keeps
@@ -496,7 +524,7 @@ class Limiter:
                 held.release(self._runtime, name, freed[name], 0.0, 0.0)
         except (DatabaseError, InterfaceError) as error:
             logger.warning("Jobs that wait for a slot are released later: %s", error)
-            connections[self._runtime.database].close_if_unusable_or_obsolete()
+            mend_connection(self._runtime.database)
 
     def has_waiting(self) -> bool:
         """Return whether any job waits in line."""

@@ -113,7 +113,7 @@ def _key(
         value = given.get(declared) if isinstance(declared, str) else declared(**given)
         text = "" if value is None else str(value)
     except Exception as error:
-        logger.warning("The key of a limit of %s cannot be told: %r", handler.name, error)
+        logger.warning("The key of a limit of %s cannot be computed: %r", handler.name, error)
         return ""
     if len(text) > MAX_KEY or storable_text(text) != text:
         text = "sha256:" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

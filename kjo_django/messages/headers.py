@@ -401,21 +401,7 @@ inheriting: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_inheriting", 
 """What a handler's own publications inherit while it runs."""
 
 
-def inheritable(messages: Sequence[Mapping[str, bytes]]) -> dict[str, str]:
-    """Return the headers that are inherited from messages that are handled together: those that
-    all messages share."""
-    if not messages:
-        return {}
-    first, *others = messages
-    found = {
-        name: first[name].decode("utf-8", "replace")
-        for name in INHERITED
-        if first.get(name) and all(other.get(name) == first[name] for other in others)
-    }
-    return _usable(found) if found else found
-
-
-def _usable(given: Mapping[str, str]) -> dict[str, str]:
+def usable(given: Mapping[str, str]) -> dict[str, str]:
     """Return the values as a row, and an event's metadata, can hold them: others wrote them, and
     must not be able to fail the publications of a handler."""
     found = {}
@@ -433,7 +419,7 @@ def carrying(headers: Mapping[str, str], *, causation_id: str) -> Iterator[None]
     :param causation_id: the event's id.
     """
     given = {name: headers[name] for name in INHERITED if headers.get(name)}
-    token = inheriting.set(_usable({**given, "causation-id": causation_id}))
+    token = inheriting.set(usable({**given, "causation-id": causation_id}))
     try:
         yield
     finally:

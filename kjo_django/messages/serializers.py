@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from django.core.serializers.json import DjangoJSONEncoder
 
-from kjo_django.exceptions import MessageError, PayloadError, text_of
+from kjo_django.exceptions import KjoError, MessageError, PausableError, PayloadError, text_of
+from kjo_django.values import is_kept
 
 MAX_ERROR_LENGTH = 500
 """Characters of an error text kept; the traceback is kept elsewhere."""
+MAX_CONTENT_TYPE = 50
+"""What the columns of content types hold."""
 
 
 @runtime_checkable
@@ -110,7 +112,8 @@ def register_serializer(serializer: Serializer) -> None:
 
 
 def serializer_for(content_type: str) -> Serializer:
-    """Return the serializer of a content type; parameters such as a charset are ignored.
+    """Return the serializer of a content type; parameters such as a charset are ignored. A content
+    type that ends in ``+json`` is JSON, unless one is registered for it.
 
     Raises ``MessageError`` (reason ``deserialization``) when none is registered.
     """
@@ -123,6 +126,8 @@ def serializer_for(content_type: str) -> Serializer:
             import_module(_OPTIONAL[name])  # it registers itself
         except ImportError as error:
             raise MessageError("deserialization", f"{name} cannot be read: {error}") from error
+    if name.endswith("+json") and name not in _serializers:
+        return JSON
     try:
         return _serializers[name]
     except KeyError:
@@ -135,11 +140,12 @@ def load_value(data: bytes, content_type: str) -> Any:
     """Deserialize a payload with the serializer of its content type.
 
     :raises MessageError: (reason ``deserialization``) it cannot be, whatever the serializer raised.
+    :raises PausableError: it cannot be for now: what the serializer needs is away.
     """
     serializer = _serializers.get(content_type) or serializer_for(content_type)
     try:
         return serializer.loads(data)
-    except MessageError:
+    except (MessageError, PausableError):
         raise
     except Exception as error:
         why = f"Not valid {content_type[:80]}: {type(error).__name__}: {text_of(error)}"
@@ -161,10 +167,12 @@ def dump_result(value: Any, serializer: Serializer = JSON, own: Serializer | Non
     """Serialize what a handler returned.
 
     :param serializer: of its payload, which is what the stored row names.
-    :param own: of the results, where it is another one.
+    :param own: of the results, where it is another one. If not given, the payload's, or the one
+        that this names as its ``result_serializer``.
     :raises PayloadError: the serializer cannot write it, whatever it raised.
     """
-    own = own or serializer
+    if own is None:
+        own = cast(Serializer, getattr(serializer, "result_serializer", serializer))
     try:
         if own.content_type == serializer.content_type and own.content_type in _WRAPPING:
             return serializer.dumps({"v": value})
@@ -208,10 +216,11 @@ DEEPEST_STORED = 30
 
 def storable_json(value: Any, levels: int = DEEPEST_STORED) -> Any:
     """Return a decoded value as every database keeps it in JSON: its texts as ``storable_text``
-    makes them, text for infinities and for what lies deeper than so many levels."""
+    makes them, text for numbers that one of them would round or refuse and for what lies deeper
+    than so many levels."""
     if isinstance(value, str):
         return storable_text(value)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, int | float) and not is_kept(value):
         return str(value)
     if not isinstance(value, Mapping | list | tuple):
         return value
@@ -237,7 +246,7 @@ def loads_for_display(data: bytes, content_type: str) -> Any:
     """Decode for people; bytes that cannot be decoded are shown as text that says so."""
     try:
         return load_value(data, content_type)
-    except MessageError as error:
+    except KjoError as error:
         return f"<{len(data)} bytes: {error}>"
 
 

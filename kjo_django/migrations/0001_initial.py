@@ -82,7 +82,7 @@ class Migration(migrations.Migration):
                 ('pid', models.PositiveIntegerField(verbose_name='process id')),
                 ('queues', models.JSONField(default=list, verbose_name='queues')),
                 ('state', models.CharField(choices=[('running', 'Running'), ('quiet', 'Quiet'), ('stopping', 'Stopping'), ('stopped', 'Stopped')], default='running', max_length=10, verbose_name='state')),
-                ('wish', models.CharField(blank=True, choices=[('', 'None'), ('quiet', 'Start nothing more'), ('stop', 'Stop')], default='', max_length=10, verbose_name='asked to')),
+                ('asked_to', models.CharField(blank=True, choices=[('', 'None'), ('quiet', 'Start nothing more'), ('stop', 'Stop')], default='', max_length=10, verbose_name='asked to', db_column='wish')),
                 ('release', models.CharField(blank=True, default='', help_text="KJO['RELEASE'] there.", max_length=100, verbose_name='release')),
                 ('concurrency', models.PositiveIntegerField(default=1, verbose_name='concurrency')),
                 ('is_relaying', models.BooleanField(default=False, verbose_name='relaying')),

@@ -20,7 +20,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="Jobs that start in a time, as 5/s or 100/m.",
+                        help_text="How many jobs may start per unit of time, for example 5/s or 100/m.",
                         max_length=40,
                         verbose_name="rate",
                     ),
@@ -29,7 +29,7 @@ class Migration(migrations.Migration):
                     "burst",
                     models.PositiveIntegerField(
                         blank=True,
-                        help_text="Jobs that may start at once after a quiet time; empty: 1.",
+                        help_text="How many jobs may start at once after a time without any. Empty: 1.",
                         null=True,
                         verbose_name="burst",
                     ),
@@ -38,7 +38,7 @@ class Migration(migrations.Migration):
                     "concurrency",
                     models.PositiveIntegerField(
                         blank=True,
-                        help_text="Jobs that run at once in all workers together.",
+                        help_text="How many jobs may run at once, in all workers together.",
                         null=True,
                         verbose_name="concurrency",
                     ),

@@ -37,7 +37,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import Request, UserActor, actor_of
 from kjo_django.operations.rows import Observer, Progress, checked_rate
 from kjo_django.operations.search import JobFilter
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 
 PATIENT_SECONDS = 5
@@ -174,7 +174,10 @@ def carry_out(context: JobContext, **payload: Any) -> dict[str, Any]:
     else:
         rows = _jobs_of(request, actor).exclude(pk=context.job_id)
     progress = _progress_of(context, bounded_count(rows), request.rate)
-    report = action.perform(rows, actor=actor, progress=progress, **request.inputs)
+    inputs = dict(request.inputs)
+    if request.rate is not None and RATE in action.inputs:
+        inputs["rate"] = request.rate  # then it is done one by one, and not by the chunk
+    report = action.perform(rows, actor=actor, progress=progress, **inputs)
     if not isinstance(report, ReplayReport):
         return {"counts": report.counts, "changed": report.changed_count}
     if report.stopped:
@@ -258,14 +261,15 @@ def _moment(text: str) -> datetime:
 
 
 def operations_queue() -> str:
-    """Return the queue of internal jobs.
+    """Return the queue of internal jobs, which are in the database whose rows they change.
 
     :raises ValueError: no worker would run them.
     """
     wanted = get_settings().operations_queue
-    if wanted in registry.queue_names():
+    holds = current_runtime().holds
+    if wanted in registry.queue_names() and holds(wanted):
         return wanted
-    for name in registry.consumed_queue_names():
+    for name in filter(holds, registry.consumed_queue_names()):
         if registry.route_of(name) is registry.JOBS:
             return name
     raise ValueError(

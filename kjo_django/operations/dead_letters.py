@@ -2,24 +2,28 @@
 
 The dead letter of a job is replayed by requeueing the job. If the job's id has been enqueued again
 since, the letter's payload becomes a job of its own. A message that nobody enqueued here is
-published again, byte for byte. Each letter changes in a transaction of its own: a run that was
-interrupted is repeated, and goes on with the letters that are still open.
+published again, byte for byte. Some hundred letters change in one transaction, and no row is locked
+while a broker is waited for. A run that was interrupted is repeated, and goes on with the letters
+that are still open.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import closing, nullcontext
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.models import Q, QuerySet
+from django.db.models.functions import Length
 from django.utils import timezone
 
 from kjo_django import registry, signals
@@ -36,7 +40,7 @@ from kjo_django.enqueue.storing import (
     row_key,
     store,
 )
-from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.exceptions import CoordinationError, MessageError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
@@ -51,8 +55,16 @@ from kjo_django.models import (
 )
 from kjo_django.operations import internal, redaction
 from kjo_django.operations.audit import send_after_commit
-from kjo_django.operations.jobs import Outcomes, RequeueResult, close_as_replayed, requeue_chunk
+from kjo_django.operations.jobs import (
+    Outcomes,
+    RequeueResult,
+    close_as_replayed,
+    lock_jobs,
+    requeue_chunk,
+    requeue_locked,
+)
 from kjo_django.operations.rows import (
+    CHUNK,
     Observer,
     Pace,
     Progress,
@@ -61,14 +73,27 @@ from kjo_django.operations.rows import (
     lock,
     no_progress,
 )
-from kjo_django.runtime import current_runtime, get_transport, jobs_database
+from kjo_django.runtime import (
+    current_runtime,
+    get_coordination,
+    get_transport,
+    jobs_database,
+    runtime_for,
+)
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.transports.base import NOWHERE, OutgoingRecord, Record
+from kjo_django.transports.base import NOWHERE, OutgoingRecord, Published, Record
+from kjo_django.values import count_within
 from kjo_django.workflows.countdown import give_up
+
+logger = logging.getLogger("kjo_django")
 
 PREVIEW_LIMIT = 1000
 """Dead letters that a preview reads if no limit is given."""
+LEASE = timedelta(seconds=40)
+"""So long no other run publishes a letter's message: longer than a broker is waited for."""
+LOOK_AGAIN = 0.2
+"""Seconds between looks at a letter that another run has the lease of."""
 FAILURES_IN_A_ROW = 3
 """A run stops after so many errors of the transport in a row: the transport is down."""
 SAMPLES = 20
@@ -299,7 +324,7 @@ def processed(message_ids: Mapping[str, str]) -> set[str]:
 def _id(given: UUID | str) -> UUID:
     key = key_of(given)
     if key is None:
-        raise ValueError(f"{given!r:.80} is no id of a dead letter")
+        raise ValueError(f"{given!r:.80} is not the id of a dead letter")
     return key
 
 
@@ -327,7 +352,7 @@ def replay(
         before. Such a message gets a new id, or it would be dropped as a duplicate.
     :param reprocess: run them in this process, instead of publishing them for the workers.
     :param actor: who asked, for the log and the letters' notes.
-    :param on_changed: called with each letter inside its transaction.
+    :param on_changed: called with the letters of each transaction inside it.
     """
     pace = Pace(rate)
     rows = select(selection)
@@ -336,25 +361,16 @@ def replay(
     report = ReplayReport("table")
     known = bounded_count(rows)
     total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
-    failures, every_open = 0, select(DeadLetterFilter()).defer("traceback")
     with closing(Reprocessor()) if reprocess else nullcontext() as reprocessor:
         replayer = Replayer(report, force, actor, on_changed, reprocessor)
-        for key in (key for keys in chunks(rows) for key in keys):
-            if limit is not None and report.replayed >= limit:
-                break
-            pace.wait()
-            letter = every_open.filter(pk=key).first()
-            if letter is None:
-                report.skipped += 1
-                continue
-            report.count(letter.reason, letter.handler, letter.error_type)
-            failed_before = report.failed
-            replayer.replay(letter)
-            failures = failures + 1 if report.failed > failed_before else 0
-            progress(report.matched, total)
-            if failures == FAILURES_IN_A_ROW:
-                report.stopped = f"{failures} in a row were not accepted; run it again later"
-                break
+        size = 1 if rate is not None or reprocess else CHUNK
+        for keys in chunks(rows):
+            while keys and not report.stopped and (limit is None or report.replayed < limit):
+                count = size if limit is None else min(size, limit - report.replayed)
+                pace.wait()
+                replayer.replay_all(keys[:count])
+                keys = keys[count:]
+                progress(report.matched, total)
     return report
 
 
@@ -501,12 +517,12 @@ def _give_up_steps(letters: Collection[DeadLetter]) -> None:
         give_up(current_runtime(), steps)
 
 
-# --- Replaying one --------------------------------------------------------------------------------
+# --- Replaying letters ----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Replayer:
-    """Replays letters one by one, each in a transaction of its own, and counts them in a report.
+    """Replays letters and counts them in a report.
 
     :param value: the payload to run with; None: the letter's.
     """
@@ -518,6 +534,97 @@ class Replayer:
     reprocessor: Reprocessor | None = None
     value: bytes | None = None
     using: str = field(default_factory=jobs_database, init=False)
+    _failures_in_a_row: int = field(default=0, init=False)
+    """How many messages were refused since the transports took one."""
+    _is_accepted: bool = field(default=False, init=False)
+    """Whether the transports took the last message."""
+
+    # --- Of many letters --------------------------------------------------------------------------
+
+    def replay_all(self, keys: Sequence[UUID]) -> None:
+        """Replay the open letters of these keys, together where nothing stands against that; each
+        of the others by itself, so that the report says why it is refused. Stops, and says so in
+        the report, when a transport seems to be down."""
+        is_one = len(keys) == 1
+        rows = select(DeadLetterFilter(ids=keys)).annotate(size=Length("value"))
+        letters = list(rows.defer("traceback") if is_one else rows.defer("value", "traceback"))
+        self.report.skipped += len(keys) - len(letters)
+        done: set[UUID] = set()
+        if not is_one and self.reprocessor is None:
+            plain = [one for one in letters if one.replay_count < get_settings().max_replays]
+            done = self._requeue_together([one for one in plain if one.job_id is not None])
+            done |= self._publish_together([one for one in plain if one.job_id is None])
+        for letter in letters:
+            if letter.pk not in done and self.report.stopped:
+                continue
+            self.report.count(letter.reason, letter.handler, letter.error_type)
+            if letter.pk not in done:
+                self.replay(letter)
+
+    def _requeue_together(self, letters: Sequence[DeadLetter]) -> set[UUID]:
+        """Requeue the jobs of letters in one transaction, where a job has failed and has not been
+        enqueued again since. Returns the keys of the letters that were replayed."""
+        if not letters:
+            return set()
+        with transaction.atomic(using=self.using):
+            of_job = {letter.job_id: letter for letter in self._lock(letters)}
+            jobs, _, _ = lock_jobs(list(of_job))
+            failed = [
+                job
+                for job in jobs
+                if job.state == JobState.FAILED
+                and of_job[job.pk].source_id == source_of_job(job.pk, job.generation)
+                and not internal.is_internal(job.handler)
+            ]
+            replayed = [of_job[job.pk] for job in failed]
+            if replayed:
+                requeue_locked(failed, actor=self.actor, letters=replayed)
+                self._changed(replayed)
+        return {letter.pk for letter in replayed}
+
+    def _publish_together(self, letters: Sequence[DeadLetter]) -> set[UUID]:
+        """Publish messages that nobody enqueued here, in parts that fit into memory, where nothing
+        stands against that. Returns the keys of the letters that were given to a transport."""
+        done: set[UUID] = set()
+        left = list(letters)
+        while left and not self.report.stopped:
+            # A transport that may be down is asked with few first.
+            most = len(left) if self._is_accepted else FAILURES_IN_A_ROW
+            sizes = [letter.size or 0 for letter in left[:most]]  # type: ignore[attr-defined]
+            count = count_within(sizes, get_settings().relay_batch_bytes)
+            part, left = left[:count], left[count:]
+            rows = select(DeadLetterFilter(ids=[letter.pk for letter in part])).defer("traceback")
+            queues: dict[str, QueueConf] = {}
+            by_queue: defaultdict[str, list[tuple[DeadLetter, OutgoingRecord]]] = defaultdict(list)
+            for letter, queue, record in self._plain_records(list(rows)):
+                queues[queue.name] = queue
+                by_queue[queue.name].append((letter, record))
+            for name, pairs in by_queue.items():
+                done |= self._publish(pairs, queues[name])
+        return done
+
+    def _plain_records(
+        self, letters: Sequence[DeadLetter]
+    ) -> Iterator[tuple[DeadLetter, QueueConf, OutgoingRecord]]:
+        """Yield the messages that have a topic to go to and have not taken effect, each with its
+        queue and its record."""
+        own = [letter for letter in letters if format_of(letter.headers) is None]
+        effective = processed({letter.message_id: letter.handler for letter in own})
+        for letter in letters:
+            queue = queue_of(letter.queue, letter.topic)
+            topic = replay_topic_of(queue, letter.topic) if queue else ""
+            is_done = letter.message_id in effective and format_of(letter.headers) is None
+            if queue is not None and topic and not is_done:
+                yield letter, queue, _record_of(letter, topic, new_id=False)
+
+    def _lock(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
+        """Lock letters, and return those that are open."""
+        rows = DeadLetter.objects.using(self.using).filter(state=DeadLetterState.OPEN)
+        locked = lock(rows.only("pk", "state"), [letter.pk for letter in letters])
+        keys = {letter.pk for letter in locked}
+        return [letter for letter in letters if letter.pk in keys]
+
+    # --- Of one letter ----------------------------------------------------------------------------
 
     def replay(self, letter: DeadLetter) -> None:
         """Replay a letter that the report has counted, or count why it is refused."""
@@ -533,8 +640,7 @@ class Replayer:
 
     def _is_mine(self, letter: DeadLetter) -> bool:
         """Lock a letter and return True if it is open; else count it as skipped."""
-        rows = DeadLetter.objects.using(self.using).filter(state=DeadLetterState.OPEN)
-        is_mine = bool(lock(rows.only("pk", "state"), [letter.pk]))
+        is_mine = bool(self._lock([letter]))
         self.report.skipped += not is_mine
         return is_mine
 
@@ -564,7 +670,7 @@ class Replayer:
         # for this letter.
         requeue_chunk([letter.job_id], outcomes, still=still, payload=self.value, actor=self.actor)
         if outcomes.changed_count:
-            self._changed(letter)
+            self._changed([letter])
             return letter.job_id
         state = next(iter(outcomes.counts))
         if state == RequeueResult.FORBIDDEN:
@@ -607,7 +713,7 @@ class Replayer:
             return None
         internal.reassign(again, self.actor)
         store([again])
-        self._close(letter)
+        self._close([letter])
         return again.pk
 
     # --- Of a message without a job ---------------------------------------------------------------
@@ -630,10 +736,7 @@ class Replayer:
         if self.value is not None:
             record = replace(record, value=self.value)
         if self.reprocessor is None:
-            try:
-                self._publish_and_close(letter, record, queue)
-            except PublishError as error:
-                self.report.fail(str(letter.pk), error)
+            self.report.skipped += not self._publish([(letter, record)], queue)
             return
         place = Record(
             topic=letter.topic or record.topic,
@@ -649,39 +752,101 @@ class Replayer:
         # marker makes that a duplicate.
         if self.reprocessor.run_dead(place, queue, self.report, str(letter.pk)) not in NOT_RUN:
             with transaction.atomic(using=self.using):
-                self._close(letter)  # if the message died again, it has a new dead letter
+                self._close([letter])  # if the message died again, it has a new dead letter
 
-    def _publish_and_close(
-        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
-    ) -> None:
-        """Publish the record and close its letter, in one transaction that locks the letter.
+    def _publish(
+        self, pairs: Sequence[tuple[DeadLetter, OutgoingRecord]], queue: QueueConf
+    ) -> set[UUID]:
+        """Publish records, close the letters of those that the transport accepts, and return the
+        keys of the letters that were open and nobody else's.
 
-        SQLite would lock everybody else out while the broker is waited for. There the record is
-        published first: two replayers at once may publish it twice, and its consumer drops one.
+        A transactional transport gets them in the transaction that closes the letters. For another
+        one no row is locked, since its broker may be slow: leases keep a second run from the same
+        letters meanwhile.
         """
-        is_transactional = storing.is_transactional(queue)
-        features = connections[self.using].features
-        is_locked_first = is_transactional or features.has_select_for_update_skip_locked
-        if not is_locked_first:
-            publish_one(record, queue.transport)
-        with transaction.atomic(using=self.using):
-            if not self._is_mine(letter):
-                return
-            if is_locked_first:
-                publish_one(record, queue.transport)
-            if is_transactional:
-                after_commit(self.using, storing.channel_of(queue))
-            self._close(letter)
+        letters = [letter for letter, _ in pairs]
+        if storing.is_transactional(queue):
+            with transaction.atomic(using=self.using):
+                mine = {letter.pk for letter in self._lock(letters)}
+                self._close(self._send([pair for pair in pairs if pair[0].pk in mine], queue))
+                after_commit(runtime_for(self.using), storing.channel_of(queue))
+            return mine
+        with self._leased([letter.pk for letter in letters]) as keys:
+            mine = self._open(keys)
+            accepted = self._send([pair for pair in pairs if pair[0].pk in mine], queue)
+            with transaction.atomic(using=self.using):
+                self._close(self._lock(accepted))
+        return mine
 
-    def _close(self, letter: DeadLetter) -> None:
-        close_as_replayed(DeadLetter.objects.using(self.using).filter(pk=letter.pk), self.actor)
-        send_after_commit(signals.message_replayed, [letter])
-        self._changed(letter)
+    def _open(self, keys: Collection[UUID]) -> set[UUID]:
+        """Return the keys of open letters among these."""
+        return set(select(DeadLetterFilter(ids=keys)).values_list("pk", flat=True))
 
-    def _changed(self, letter: DeadLetter) -> None:
-        self.report.replayed += 1
+    def _send(
+        self, pairs: Sequence[tuple[DeadLetter, OutgoingRecord]], queue: QueueConf
+    ) -> list[DeadLetter]:
+        """Publish records, count those that the transport refuses, and return the letters of the
+        others."""
+        records = [record for _, record in pairs]
+        try:
+            answers = storing.publish(get_transport(queue.transport), records)
+        except PublishError as error:
+            answers = [Published(error=str(error))] * len(records)
+        accepted = []
+        for (letter, _), answer in zip(pairs, answers, strict=True):
+            if answer.error is None:
+                accepted.append(letter)
+                self._failures_in_a_row, self._is_accepted = 0, True
+                continue
+            self.report.fail(str(letter.pk), answer.error)
+            self._is_accepted = False
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= FAILURES_IN_A_ROW:
+                count = self._failures_in_a_row
+                self.report.stopped = f"{count} in a row were not accepted; run it again later"
+        return accepted
+
+    @contextmanager
+    def _leased(self, keys: Sequence[UUID]) -> Iterator[Sequence[UUID]]:
+        """Yield the keys of which no other run has the lease; of all, where coordination is away.
+        One alone is waited for: the other run closes its letter, or has died, and its lease ends.
+        """
+        token = uuid7().hex
+        held = _claim(keys, token)
+        while len(keys) == 1 and not held and self._open(keys):
+            time.sleep(LOOK_AGAIN)
+            held = _claim(keys, token)
+        try:
+            yield held
+        finally:
+            with suppress(CoordinationError):  # then they expire
+                get_coordination().release([_lease_of(key) for key in held], token)
+
+    def _close(self, letters: Sequence[DeadLetter]) -> None:
+        if letters:
+            rows = DeadLetter.objects.using(self.using)
+            close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), self.actor)
+            send_after_commit(signals.message_replayed, letters)
+            self._changed(letters)
+
+    def _changed(self, letters: Sequence[DeadLetter]) -> None:
+        self.report.replayed += len(letters)
         if self.on_changed is not None:
-            self.on_changed([letter])
+            self.on_changed(letters)
+
+
+def _lease_of(letter: UUID) -> str:
+    return f"REPLAY:{letter}"
+
+
+def _claim(letters: Sequence[UUID], token: str) -> Sequence[UUID]:
+    """Return the letters of which this token has the lease now; all, where nobody can lease."""
+    try:
+        claims = get_coordination().claim([_lease_of(key) for key in letters], token, LEASE)
+    except CoordinationError as error:
+        logger.warning("Dead letters are replayed without leases: %s", error)
+        return letters
+    return [key for key, claim in zip(letters, claims, strict=True) if claim.acquired]
 
 
 # --- Running a message in this process ------------------------------------------------------------
@@ -749,16 +914,6 @@ REPLAY_OF = "kjo-replay-of"
 """The id of the message before a forced replay gave it a new one."""
 _ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
 _OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
-
-
-def publish_one(record: OutgoingRecord, transport: str) -> None:
-    """Publish a record and wait for its delivery report.
-
-    :raises PublishError: the transport did not accept it.
-    """
-    outcome = storing.publish(get_transport(transport), [record])[0]
-    if outcome.error is not None:
-        raise PublishError(outcome.error)
 
 
 def replay_topic_of(queue: QueueConf, topic: str) -> str:

@@ -12,7 +12,8 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -266,45 +267,71 @@ def requeue_chunk(
     outcomes.add(RequeueResult.NOT_FOUND, missing_count)
     outcomes.add(RequeueResult.PROCESSING, len(busy))
     outcomes.add(RequeueResult.FORBIDDEN, len(kept) - len(done))
-    if not done:
-        return
-    for job in done:
+    if done:
+        requeue_locked(done, payload=payload, actor=actor)
+        if on_changed is not None:
+            on_changed(done)
+        outcomes.add_changed(RequeueResult.REQUEUED, len(done))
+
+
+def requeue_locked(
+    jobs: Sequence[Job],
+    *,
+    payload: bytes | None = None,
+    actor: str = "",
+    letters: Sequence[DeadLetter] | None = None,
+) -> None:
+    """Requeue jobs that the caller's transaction has locked, and that may run again.
+
+    :param payload: the new payload; None: the jobs keep theirs.
+    :param letters: the open dead letters of their present generations, locked; None: they are
+        looked up.
+    """
+    using = jobs_database()
+    for job in jobs:
         if internal.reassign(job, actor):
             Job.objects.using(using).filter(pk=job.pk).update(payload=job.payload)
-    letters = _close_dead_letters(using, done, actor)
+    if letters is None:
+        letters = _open_dead_letters(using, jobs)
+    if letters:
+        keys = [letter.pk for letter in letters]
+        close_as_replayed(DeadLetter.objects.using(using).filter(pk__in=keys), actor)
     # Steps that were cancelled while they waited for others wait for them again. They come last:
     # locks are taken in one order.
     runtime = current_runtime()
-    waited = were_cancelled_waiting(runtime, [job for job in done if job.stage_id is not None])
-    _run_again([job for job in done if job.pk not in waited], payload)
+    waited = were_cancelled_waiting(runtime, [job for job in jobs if job.stage_id is not None])
+    counts = _note_replays(using, jobs, letters, waited)
+    _run_again([job for job in jobs if job.pk not in waited], payload, counts)
     if waited:
         again = await_again(runtime, Job.objects.filter(pk__in=waited))
-        _run_again([job for job in done if job.pk in waited - again], payload)
-    if on_changed is not None:
-        on_changed(done)
-    outcomes.add_changed(RequeueResult.REQUEUED, len(done))
-    send_after_commit(signals.job_requeued, done)
+        _run_again([job for job in jobs if job.pk in waited - again], payload, {})
+    send_after_commit(signals.job_requeued, jobs)
     send_after_commit(signals.message_replayed, letters)
 
 
-def _run_again(jobs: Sequence[Job], payload: bytes | None) -> None:
+def _run_again(jobs: Sequence[Job], payload: bytes | None, counts: Mapping[Any, str]) -> None:
     """Begin a new generation of locked jobs.
 
     :param payload: their new payload; None: they keep theirs.
+    :param counts: of jobs without a header of their own, how often they were replayed.
     """
     using, now = jobs_database(), timezone.now()
     unexpired = Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at"))
-    for name in sorted({job.queue for job in jobs}):
-        ids = [job.pk for job in jobs if job.queue == name]
-        rows = Job.objects.using(using).filter(pk__in=ids)
+    alike: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
+    for job in jobs:
+        alike[job.queue, counts.get(job.pk, "")].append(job.pk)
+    for (name, count), ids in sorted(alike.items()):
         changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
+        if count:
+            changes["headers"] = {names.REPLAY_COUNT: count}
+        rows = Job.objects.using(using).filter(pk__in=ids)
         transition("requeue", rows, available_at=now, expires_at=unexpired, **changes)
         send(ids, get_settings().queue(name))
     _count_steps(jobs, count_reopened)
 
 
-def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
-    """Close the dead letters of the jobs' present generations, and return them.
+def _open_dead_letters(using: str, jobs: Sequence[Job]) -> list[DeadLetter]:
+    """Return the open dead letters of the jobs' present generations.
 
     The dead letter of an earlier generation holds another payload, which does not run now.
     """
@@ -312,19 +339,35 @@ def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[Dea
         source_id__in=[source_of_job(job.pk, job.generation) for job in jobs],
         state=DeadLetterState.OPEN,
     )
-    letters = list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
-    if not letters:
-        return []
-    close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
-    # If the job dies again, its next dead letter has the count of replays from this header.
-    counts: dict[Any, int] = {}
+    return list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
+
+
+def _note_replays(
+    using: str, jobs: Sequence[Job], letters: Iterable[DeadLetter], waited: Collection[Any]
+) -> dict[Any, str]:
+    """Note in the headers of jobs how often they have been replayed: if they die again, their next
+    dead letter has the count from there.
+
+    :param waited: jobs that may wait for other steps again, and begin no generation then.
+    :returns: the count of each other job that has no further header. It is written with the job's
+        new generation, by one UPDATE for all that were replayed as often.
+    """
+    replays: dict[Any, int] = {}
     for letter in letters:
-        counts[letter.job_id] = max(counts.get(letter.job_id, 0), letter.replay_count + 1)
-    replayed = [job for job in jobs if job.pk in counts]
-    for job in replayed:
-        job.headers = {**(job.headers or {}), names.REPLAY_COUNT: str(counts[job.pk])}
-    Job.objects.using(using).bulk_update(replayed, ["headers"])
-    return letters
+        replays[letter.job_id] = max(replays.get(letter.job_id, 0), letter.replay_count + 1)
+    counts: dict[Any, str] = {}
+    others: list[Job] = []
+    for job in jobs:
+        if job.pk not in replays:
+            continue
+        count, headers = str(replays[job.pk]), job.headers or {}
+        job.headers = {**headers, names.REPLAY_COUNT: count}
+        if headers.keys() <= {names.REPLAY_COUNT} and job.pk not in waited:
+            counts[job.pk] = count
+        else:
+            others.append(job)
+    Job.objects.using(using).bulk_update(others, ["headers"])
+    return counts
 
 
 def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:

@@ -17,7 +17,7 @@ from kjo_django import registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations.rows import Observer, on_commit
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.values import refuse_unknown
 
 LIMITS = {
@@ -71,10 +71,15 @@ def paused_queues() -> set[str]:
     return set(rows.values_list("queue", flat=True))
 
 
+def queues_here() -> list[str]:
+    """Return the known queues whose jobs are in the database that is worked with."""
+    return list(filter(current_runtime().holds, registry.queue_names()))
+
+
 def untouched() -> list[QueueControl]:
     """Return an unsaved row for every known queue without a row; it sets no limit."""
     rows = QueueControl.objects.using(jobs_database())
-    missing = set(registry.queue_names()) - set(rows.values_list("queue", flat=True))
+    missing = set(queues_here()) - set(rows.values_list("queue", flat=True))
     return [QueueControl(queue=name) for name in sorted(missing)]
 
 
@@ -107,7 +112,7 @@ def overview() -> list[dict[str, Any]]:
             "is_paused": bool(control and control.is_paused),
             "changed_by": control.changed_by if control else "",
         }
-        for name in sorted({*registry.queue_names(), *controls})
+        for name in sorted({*queues_here(), *controls})
         for control in [controls.get(name)]
     ]
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from django.db.models import Max, Model
+from django.db.models import Model, OuterRef, Subquery
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.exceptions import MessageError
+from kjo_django.exceptions import KjoError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
 from kjo_django.models import DeadLetter, Job, JobFailure, Worker, Workflow
@@ -166,7 +166,7 @@ def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, l
         # A value that JSON does not have is described by a text.
         text = json.dumps(value, default=as_text, skipkeys=True, ensure_ascii=False)
         return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
-    except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (KjoError, LookupError, TypeError, ValueError, RecursionError) as error:
         return f"<{len(data):,} bytes: {error}>"
 
 
@@ -206,10 +206,10 @@ def hide_texts(rows: Iterable[Model]) -> None:
             row.unique_id, row.reason = None, ""
     if not failed:
         return
-    failures = JobFailure.objects.using(jobs_database())
-    of_failed = failures.filter(job_id__in=[job.pk for job in failed]).order_by()
-    newest = of_failed.values("job_id").annotate(last=Max("pk")).values_list("last", flat=True)
-    types = dict(failures.filter(pk__in=list(newest)).values_list("job_id", "error_type"))
+    # Not MAX(id): PostgreSQL has none of UUIDs before its version 18.
+    newest = JobFailure.objects.filter(job_id=OuterRef("pk")).order_by("-pk")
+    jobs = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in failed])
+    types = dict(jobs.values_list("pk", Subquery(newest.values("error_type")[:1])))
     for job in failed:
         job.error = types.get(job.pk) or REDACTED
 

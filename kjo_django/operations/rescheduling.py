@@ -25,7 +25,7 @@ from kjo_django.operations import internal
 from kjo_django.operations.audit import send_after_commit
 from kjo_django.operations.jobs import ChangeResult, Outcomes, Selection, change_open_jobs, send
 from kjo_django.operations.rows import ChangeOptions
-from kjo_django.runtime import current_runtime, jobs_database
+from kjo_django.runtime import current_runtime, database_of, jobs_database
 from kjo_django.states import JobState
 
 
@@ -68,11 +68,17 @@ def change_queue(jobs: Selection, queue: str, **options: Unpack[ChangeOptions]) 
     another one, as after a requeue.
 
     :param queue: the new queue. Its workers must have the handlers of the jobs.
-    :raises ValueError: no queue has this name, or no worker of the project consumes it.
+    :raises ValueError: no queue has this name, no worker of the project consumes it, or its jobs
+        are in another database.
     """
     target = get_settings().queue(known_queue(queue))
     if not target.consume:
         raise ValueError(f"No worker of this project consumes the queue {queue!r}")
+    if (jobs_are_in := database_of(queue)) != (here := jobs_database()):
+        raise ValueError(
+            f"The jobs of the queue {queue!r} are in the database {jobs_are_in!r}, these are in "
+            f"{here!r}, and a job stays in its database."
+        )
     actor = options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:

@@ -203,7 +203,7 @@ def _state(qualifier: str, value: str) -> str:
     if value not in JobStatus.values:
         close = difflib.get_close_matches(value, JobStatus.values, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(JobStatus.values)}."
-        raise ValueError(f"{value!r:.80} is no state; {hint}")
+        raise ValueError(f"{value!r:.80} is not a state; {hint}")
     return str(value)
 
 
@@ -527,5 +527,5 @@ def _merged(
 def _key(cursor: str) -> UUID:
     key = key_of(cursor)
     if key is None:
-        raise ValueError(f"{cursor!r:.80} is no place in a list of jobs")
+        raise ValueError(f"{cursor!r:.80} is not a place in a list of jobs")
     return key

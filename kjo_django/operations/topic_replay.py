@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
@@ -39,7 +40,6 @@ from kjo_django.operations.dead_letters import (
     format_of,
     generation_of,
     processed,
-    publish_one,
     queue_of,
     replay_headers,
     replay_topic_of,
@@ -416,3 +416,13 @@ class _Bounds:
         if self._counts[where] >= lag or (self._is_log and position >= lag - 1):
             self._open.discard(where)
         return position >= self._done_before.get(where, 0)
+
+
+def publish_one(record: OutgoingRecord, transport: str) -> None:
+    """Publish a record and wait for its delivery report.
+
+    :raises PublishError: the transport did not accept it.
+    """
+    outcome = storing.publish(get_transport(transport), [record])[0]
+    if outcome.error is not None:
+        raise PublishError(outcome.error)

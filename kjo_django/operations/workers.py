@@ -162,9 +162,9 @@ def _ask(
             # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
             living = rows.filter(heartbeat_at__gte=timezone.now() - alive_within())
             free = living.exclude(state=Worker.State.STOPPED).exclude(
-                wish__in={request, Worker.Request.STOP}
+                asked_to__in={request, Worker.Request.STOP}
             )
-            asked = [key for key in chunk if free.filter(pk=key).update(wish=request)]
+            asked = [key for key in chunk if free.filter(pk=key).update(asked_to=request)]
             found = {worker.pk: worker for worker in rows}
             changed = [found[key] for key in asked]
             for key in set(chunk) - set(asked):
@@ -173,7 +173,7 @@ def _ask(
             if on_changed is not None and changed:
                 on_changed(changed)
             for worker in changed:
-                facts = {"worker_id": str(worker.pk), "wish": str(request), "actor": actor}
+                facts = {"worker_id": str(worker.pk), "asked_to": str(request), "actor": actor}
                 announce = functools.partial(
                     signals.worker_asked.send_robust, sender=worker.name, **facts
                 )
@@ -186,6 +186,6 @@ def _refusal(worker: Worker | None, request: Worker.Request) -> ChangeResult:
         return ChangeResult.NOT_FOUND
     if not worker.is_alive(alive_within()):
         return ChangeResult.GONE
-    if worker.wish == Worker.Request.STOP and request != Worker.Request.STOP:
+    if worker.asked_to == Worker.Request.STOP and request != Worker.Request.STOP:
         return ChangeResult.STOPPING
     return ChangeResult.UNCHANGED

@@ -24,7 +24,7 @@ from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from kjo_django import registry, states
+from kjo_django import registry
 from kjo_django.clock import Clock
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import CircuitBreaker, Listener
@@ -32,10 +32,10 @@ from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
-from kjo_django.models import Job
 from kjo_django.outbox import unpublishable
-from kjo_django.runtime import Runtime, current_runtime, get_transport
+from kjo_django.runtime import Runtime, current_runtime, get_transport, set_database
 from kjo_django.store.rows import DueJob, Publication
+from kjo_django.store.servers import mend_connection, watch_server
 from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
@@ -99,7 +99,8 @@ class Relay:
     of its own.
 
     :param queues: names of the queues it looks after; None for all. Those on a transactional
-        transport need no relay and are left out; ``queues`` tells what remains.
+        transport need no relay and are left out, as are those of other databases; ``queues`` tells
+        what remains.
     :param runtime: what it works with; by default the process's.
     :param on_error: called with each outage, and with None at its end.
     """
@@ -111,9 +112,10 @@ class Relay:
         runtime: Runtime | None = None,
         on_error: Callable[[str | None], None] = lambda error: None,
     ) -> None:
-        self._runtime = runtime or current_runtime()
-        self._settings, self._clock = self._runtime.settings, self._runtime.clock
+        self.runtime = runtime or current_runtime()
+        self._settings, self._clock = self.runtime.settings, self.runtime.clock
         names = queues if queues is not None else registry.queue_names()
+        names = [name for name in names if self.runtime.holds(name)]
         # Records for topics of no declared queue are in nobody else's care.
         names = [*names, storing.OUTGOING]
         # On a transactional transport the message was written with the row.
@@ -122,8 +124,8 @@ class Relay:
         self._levelled = {queue.name: queue for queue in declared if len(queue.levels) > 1}
         """The queues with levels of priority."""
         self._on_error = on_error
-        self._leases = RelayLeases(self._runtime)
-        self._publications = Publications(self._runtime)
+        self._leases = RelayLeases(self.runtime)
+        self._publications = Publications(self.runtime)
         self._queue_backoff = PublishBackoff(self._clock)
         self._topic_backoff = PublishBackoff(self._clock)
         self._stopping = threading.Event()
@@ -152,7 +154,7 @@ class Relay:
         most, most_bytes = self._settings.relay_batch_size, self._settings.relay_batch_bytes
         unrecorded = self._publications.unrecorded
         topics = self._topic_backoff.names() if self._topic_backoff else []
-        jobs = self._runtime.store.due_jobs(wanted, most, unrecorded, topics, most_bytes)
+        jobs = self.runtime.store.due_jobs(wanted, most, unrecorded, topics, most_bytes)
         is_full = len(jobs) >= most or sum(len(job.payload) for job in jobs) >= most_bytes
         self._has_backlog = is_full
         if is_full:
@@ -212,7 +214,7 @@ class Relay:
             if counts[part] < share and sizes[part] < share_bytes:
                 queue = self._levelled.get(part[0])
                 of_level = queue.priorities_of(part[1]) if queue is not None else None
-                found = self._runtime.store.due_jobs_of(
+                found = self.runtime.store.due_jobs_of(
                     part[0], share, unrecorded, topics, share_bytes, of_level
                 )
                 if len(found) > counts[part]:
@@ -240,7 +242,7 @@ class Relay:
         made: list[OutgoingRecord | Exception] = []
         for job in jobs:
             try:
-                made.append(storing.record_of(job, queue, service=self._runtime.service))
+                made.append(storing.record_of(job, queue, service=self.runtime.service))
             except Exception as error:
                 # One row nobody can send must not hold up the others of its batch for ever.
                 message = "The message of job %s cannot be made"
@@ -269,7 +271,7 @@ class Relay:
             self._has_told_of_outage = refused is not None
             self._on_error(refused)
         if len(accepted) < len(jobs):
-            unpublishable.fail(self._runtime, queue, jobs, made, answers)
+            unpublishable.fail(self.runtime, queue, jobs, made, answers)
         if refused is not None or self._queue_backoff or self._topic_backoff:
             self._back_off(queue.name, jobs, answers)
 
@@ -326,7 +328,7 @@ class Relay:
                     left = [
                         queue
                         for queue in sorted(set(self._awake()) - set(mine))
-                        if self._runtime.store.due_jobs_of(queue, 1, unrecorded, topics)
+                        if self.runtime.store.due_jobs_of(queue, 1, unrecorded, topics)
                     ]
                     if not left or self._clock.monotonic() >= give_up_at:
                         return left
@@ -340,6 +342,8 @@ class Relay:
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out. While coordination is away, and nobody
         can wake it, the relay polls."""
+        set_database(self.runtime.database)
+        watch_server(self.runtime.database)
         try:
             with self._leases.renewed():
                 while not self._stopping.is_set():
@@ -381,7 +385,7 @@ class Relay:
                     # As long as another relay has no reason to publish them again.
                     self._leases.take(awake)
                 topics = self._topic_backoff.names() if self._topic_backoff else []
-                store, unrecorded = self._runtime.store, self._publications.unrecorded
+                store, unrecorded = self.runtime.store, self._publications.unrecorded
                 next_at, delay = store.next_due(awake, unrecorded, topics), longest
                 if next_at is not None:
                     delay = min((next_at - self._clock.now()).total_seconds(), longest)
@@ -389,8 +393,8 @@ class Relay:
                 mine = self._leases.take(awake)
                 self._leases.busy_since = self._clock.monotonic()
                 count = self.publish_due(mine) if mine else 0
-                if self._publications.unrecorded and self._publications.are_overdue:
-                    self._publications.record_missing()
+                if self._publications.unrecorded:
+                    self._publications.record_missing(after=RECORD_AGAIN)
                 if count and self._has_backlog:
                     self._is_called, delay = True, 0.0
                 elif count:
@@ -415,7 +419,7 @@ class Relay:
         logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
         self._has_told_of_outage = True
         self._on_error(str(error))
-        drop_broken(self._runtime.database)
+        mend_connection(self.runtime.database)
         self._failed_until = self._clock.monotonic() + delay
         self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False
         if self._failing_since is None:
@@ -427,10 +431,12 @@ class Relay:
 
     def _listen(self) -> None:
         try:
-            self._listener = self._runtime.coordination.listen([RELAY_CHANNEL])
+            self._listener = self.runtime.coordination.listen([RELAY_CHANNEL])
+            if self._stopping.is_set():  # since it began to connect: stop() had nothing to wake
+                self._listener.wake()
         except Exception as error:
             level = logging.DEBUG if self._listen_at else logging.WARNING
-            logger.log(level, "The relay polls only, nobody can wake it: %s", error)
+            logger.log(level, "The relay cannot be notified and polls: %s", error)
         self._listen_at = self._clock.monotonic() + LISTEN_AGAIN
 
     def stop(self) -> None:
@@ -456,15 +462,6 @@ class Relay:
         connections.close_all()
 
 
-def drop_broken(using: str) -> None:
-    """Close a connection that does not work any more; Django opens another when it is used."""
-    connection = connections[using]
-    # Of a closed one Django's MySQL backend cannot tell.
-    is_idle = connection.connection is not None and not connection.in_atomic_block
-    if is_idle and not connection.is_usable():
-        connection.close()
-
-
 # --- Recording where messages went ----------------------------------------------------------------
 
 
@@ -487,13 +484,6 @@ class Publications:
         self._calls: SimpleQueue[_Call | None] | None = None
         """What a thread of its own, which there is only in a backlog, does one after the other."""
         self._begun: tuple[Sequence[Publication], Future[set[UUID]]] | None = None
-
-    @property
-    def are_overdue(self) -> bool:
-        """Whether to try again to record what could not be recorded."""
-        begun = len(self._begun[0]) if self._begun is not None else 0
-        waited = self._runtime.clock.monotonic() - self._tried_at
-        return len(self.unrecorded) > begun and waited > RECORD_AGAIN
 
     def record(self, published: Sequence[Publication]) -> None:
         """Record where messages went, as far as their rows are free.
@@ -553,17 +543,24 @@ class Publications:
             calls.put(None)
         self._wait()
 
-    def record_missing(self) -> None:
-        """Record what could not be recorded and still has to be, as far as its rows are free."""
-        self.finish()
+    def record_missing(self, after: float | None = None) -> None:
+        """Record what is not recorded and still has to be, as far as its rows are free.
+
+        :param after: only if the last try was so many seconds ago, and not for a batch that is
+            being recorded.
+        """
+        if after is not None:
+            begun = len(self._begun[0]) if self._begun is not None else 0
+            waited = self._runtime.clock.monotonic() - self._tried_at
+            if len(self.unrecorded) <= begun or waited <= after:
+                return
+        if self._calls is not None or self._begun is not None:
+            self.finish()
         if not self.unrecorded:
             return
-        rows = Job.objects.using(self._runtime.database).filter(
-            pk__in=list(self.unrecorded), state__in=states.AWAITING_PUBLISH
-        )
         # A job that waited for a limit meanwhile is due at another moment: what was published
         # before is not the message that it waits for now.
-        waiting = set(rows.values_list("pk", "generation", "attempts", "available_at"))
+        waiting = self._runtime.store.awaiting_publish(self.unrecorded)
         due = [
             one
             for one in self.unrecorded.values()
@@ -572,7 +569,8 @@ class Publications:
         # All others have moved on, or are gone.
         self.unrecorded = {one.job.id: one for one in due}
         self._tried_at = self._runtime.clock.monotonic()
-        self.record(due)
+        if due:
+            self.record(due)
 
     def _wait(self) -> None:
         begun, self._begun = self._begun, None
@@ -618,6 +616,7 @@ class RelayLeases:
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._clock, self._coordination = runtime.clock, runtime.coordination
         self._token = uuid7().hex
         self._held: frozenset[str] = frozenset()
@@ -629,6 +628,11 @@ class RelayLeases:
         """Since when the relay does something between two calls of ``take``, if it does: what it
         holds is renewed meanwhile."""
 
+    def _name(self, queue: str) -> str:
+        # Each database has records for topics of no declared queue, and a relay for them.
+        suffix = self._runtime.lease_suffix if queue == storing.OUTGOING else ""
+        return f"{lease_of(queue)}{suffix}"
+
     def take(self, queues: Sequence[str]) -> list[str]:
         """Take or renew the leases of these queues; return the queues the relay may publish now.
 
@@ -637,7 +641,7 @@ class RelayLeases:
         began = self._clock.monotonic()
         if began < self._sure_until and self._held.issuperset(queues):
             return list(queues)
-        names = {lease_of(queue): queue for queue in queues}
+        names = {self._name(queue): queue for queue in queues}
         self._held, self.valid_until = frozenset(), math.inf
         if self._breaker.is_open():
             return list(queues)
@@ -686,7 +690,7 @@ class RelayLeases:
         if since is None or not held or began - since > LONGEST_BATCH.total_seconds():
             return
         try:
-            names = [lease_of(queue) for queue in held]
+            names = [self._name(queue) for queue in held]
             is_renewed = all(self._coordination.renew(names, self._token, LEASE_TTL))
         except Exception as error:
             # Another relay may take them, and send what is sent here once more.
@@ -702,6 +706,6 @@ class RelayLeases:
         """Give the leases of these queues back."""
         self._held, self._sure_until, self.valid_until = frozenset(), 0.0, math.inf
         try:
-            self._coordination.release([lease_of(queue) for queue in queues], self._token)
+            self._coordination.release([self._name(queue) for queue in queues], self._token)
         except KjoError as error:
             logger.warning("The relay's leases expire by themselves: %s", error)

@@ -28,7 +28,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.job_status import shown_states
-from kjo_django.exceptions import MessageError
+from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import (
     JSON,
@@ -254,7 +254,7 @@ class _Run:
             try:
                 if self._person.has_value(load()):
                     return True
-            except (MessageError, LookupError, TypeError, ValueError, RecursionError):
+            except (KjoError, LookupError, TypeError, ValueError, RecursionError):
                 is_unreadable = True
         self._count(self.report.unreadable, kind, int(is_unreadable))
         return False
@@ -605,7 +605,7 @@ def start_counted(row: Job, *, actor: str) -> Job:
     """
     request = request_of(row) if row.handler == ERASE else None
     if request is None:
-        raise ValueError("This job is no request to erase")
+        raise ValueError("This job is not a request to erase")
     inputs = {name: request.inputs[name] for name in ("mode", "cancel", "reference")}
     return start_erasure(Person.load(request.filter), actor=actor, **inputs)
 

@@ -63,7 +63,7 @@ class Person:
         keys, ids, fields = list(keys), list(ids), list(fields)
         texts = [*keys, *ids, *(text for field in fields for text in field)]
         if not texts:
-            raise ValueError("Give a key, an id or the value of a field: everybody is nobody")
+            raise ValueError("Name the person: give at least one key, id or value of a field")
         if len(texts) > MOST:
             raise ValueError(f"Give at most {MOST:,} keys, ids and fields at once")
         if not all(isinstance(text, str) and 0 < len(text) <= MAX_LENGTH for text in texts):
@@ -88,13 +88,15 @@ class Person:
         lists_only = all(isinstance(texts, list) for texts in known.values())
         if len(known) != 3 or not lists_only:
             raise ValueError(
-                'Who is meant is said by an object such as {"keys": ["customer-7"], "ids": '
+                'Name the person by an object such as {"keys": ["customer-7"], "ids": '
                 '["signup-7"], "fields": ["customer.email=ada@example.org"]}'
             )
         fields = [str(text).partition("=") for text in known["fields"]]
         for path, equals, _ in fields:
             if not equals:
-                raise ValueError(f"{path!r:.80} is no field; write customer.email=ada@example.org")
+                raise ValueError(
+                    f"{path!r:.80} is not PATH=VALUE, such as customer.email=ada@example.org"
+                )
         pairs = [(path, value) for path, _, value in fields]
         return cls.of(keys=known["keys"], ids=known["ids"], fields=pairs)
 

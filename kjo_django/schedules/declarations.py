@@ -16,13 +16,13 @@ from typing import Any
 from uuid import UUID
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import IntegrityError
-from django.db.models import Q
+from django.db import IntegrityError, connections
+from django.db.models import Q, QuerySet
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, Settings, read_schedule
 from kjo_django.models import Schedule
-from kjo_django.runtime import Runtime
+from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import Problem, did_you_mean
 
 logger = logging.getLogger("kjo_django")
@@ -96,6 +96,10 @@ def checked(
     if not options.job:
         problems.append(Problem(f"{where}['job'] is needed.", "", key="job"))
     problems = problems or job_faults(options, where)
+    if not (problems or is_held(options, current_runtime())):
+        message = f"{where}['queue']: its jobs are in another database than this schedule."
+        hint = "Add the schedule there: kjo_schedule --database, or the database of the dashboard."
+        problems.append(Problem(message, hint, key="queue"))
     table = Schedule(**columns_of(options)).timetable
     if not (problems or may_have_ended) and table.next_after(now) is None:
         when = "at" if options.at else "cron"
@@ -173,16 +177,19 @@ def synchronize(runtime: Runtime) -> None:
     """Bring the declared schedules into the table; any number of processes may do so at once.
 
     New ones are inserted, changed ones updated except for what operators have changed, and those
-    that are not declared any more are disabled.
+    that are not declared any more are disabled. A schedule is in the database of its jobs.
     """
-    wanted = declared(runtime.settings)
+    every = declared(runtime.settings)
+    wanted = {name: each for name, each in every.items() if is_held(each, runtime)}
     rows = Schedule.objects.using(runtime.database)
-    known = {row.name: row for row in rows.filter(Q(source="code") | Q(name__in=list(wanted)))}
+    # In no order: see in_order.
+    ours = rows.filter(Q(source="code") | Q(name__in=list(wanted))).order_by()
+    known = {row.name: row for row in ours}
     now = runtime.clock.now()
     fresh = [_new_row(name, wanted[name], now) for name in wanted if name not in known]
     if fresh:
         rows.bulk_create(fresh, ignore_conflicts=True)
-    faulty = runtime.settings.schedules.keys() - wanted.keys()
+    faulty = runtime.settings.schedules.keys() - every.keys()
     for name, row in known.items():
         if row.source != Schedule.Source.CODE:
             logger.warning(
@@ -196,6 +203,13 @@ def synchronize(runtime: Runtime) -> None:
             )
         elif name in wanted and _differs(row, wanted[name]):
             _update_row(row, wanted[name], runtime)
+
+
+def is_held(options: ScheduleOptions, runtime: Runtime) -> bool:
+    """Return whether the jobs of a schedule are in this database; those of no job are in all."""
+    handler = registry.find(options.job)
+    queue = options.queue or (handler.options.queue if handler is not None else "")
+    return not queue or runtime.holds(queue)
 
 
 def _new_row(name: str, options: ScheduleOptions, now: datetime) -> Schedule:
@@ -289,3 +303,16 @@ def change_columns(
         row.next_at = row.timetable.next_after(max(now, row.last_at or now), row.last_at)
     row.updated_at = now
     return changed
+
+
+# --- Rows in their order --------------------------------------------------------------------------
+
+
+def in_order(rows: QuerySet[Schedule], limit: int | None = None) -> list[Schedule]:
+    """Return the first rows. MySQL sorts none whose JSON is larger than its buffer for sorting, of
+    256 kB, so there their keys are sorted; rows to be locked are locked by that."""
+    if getattr(connections[rows.db], "mysql_is_mariadb", True):
+        return list(rows[:limit])
+    keys = list(rows.values_list("pk", flat=True)[:limit])
+    found = Schedule.objects.using(rows.db).order_by().in_bulk(keys)
+    return [found[key] for key in keys if key in found]

@@ -13,7 +13,13 @@ from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.models import Job, Schedule
 from kjo_django.runtime import current_runtime, jobs_database
-from kjo_django.schedules.declarations import COLUMNS, columns_of, field_text, problem_of
+from kjo_django.schedules.declarations import (
+    COLUMNS,
+    columns_of,
+    field_text,
+    in_order,
+    problem_of,
+)
 from kjo_django.schedules.ticker import id_prefix
 
 logger = logging.getLogger("kjo_django")
@@ -51,7 +57,7 @@ def next_runs(schedule: Schedule | ScheduleOptions, count: int = FORM_RUNS) -> l
         later = schedule.timetable.next_ticks(schedule.next_at, count - 1, schedule.next_at)
     except Exception as error:
         # A zone that this machine does not know (any more), or a row that others have written.
-        logger.warning("The ticks of schedule %r cannot be told: %r", schedule.name, error)
+        logger.warning("The ticks of schedule %r cannot be computed: %r", schedule.name, error)
         return [schedule.next_at]
     return [schedule.next_at, *later]
 
@@ -84,7 +90,7 @@ def late(after: timedelta = timedelta(seconds=60), limit: int = 20) -> list[Sche
     rows = Schedule.objects.using(runtime.database).filter(
         is_enabled=True, is_paused=False, next_at__lt=runtime.clock.now() - after
     )
-    return list(rows.order_by("next_at")[:limit])
+    return in_order(rows.order_by("next_at"), limit)
 
 
 def overview(names: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -95,7 +101,7 @@ def overview(names: Iterable[str] = ()) -> list[dict[str, Any]]:
     runtime = current_runtime()
     rows = Schedule.objects.using(runtime.database).order_by("name")
     wanted = list(names)
-    found = list(rows.filter(name__in=wanted) if wanted else rows)
+    found = in_order(rows.filter(name__in=wanted) if wanted else rows)
     jobs, now = last_jobs(found), runtime.clock.now()
     return [described(row, jobs.get(row.pk), now) for row in found]
 

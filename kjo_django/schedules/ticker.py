@@ -25,8 +25,9 @@ from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import StorageError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, Schedule
-from kjo_django.runtime import Runtime
-from kjo_django.schedules.declarations import synchronize
+from kjo_django.runtime import Runtime, database_of
+from kjo_django.schedules.declarations import in_order, synchronize
+from kjo_django.store.servers import mend_connection
 from kjo_django.timetables import Timetable
 
 logger = logging.getLogger("kjo_django")
@@ -88,7 +89,7 @@ class Ticker:
             if self._failure_count > QUICK_RETRIES:
                 raise
             logger.info("Schedules are looked at again soon: %s", error)
-            connections[self._runtime.database].close_if_unusable_or_obsolete()
+            mend_connection(self._runtime.database)
             return LEAST_PAUSE * self._failure_count
         self._failure_count = 0
         return pause
@@ -133,7 +134,7 @@ class Ticker:
 
     def _active(self) -> QuerySet[Schedule]:
         rows = Schedule.objects.using(self._runtime.database)
-        return rows.filter(is_enabled=True, is_paused=False, next_at__isnull=False)
+        return rows.filter(is_enabled=True, is_paused=False, next_at__isnull=False).order_by()
 
     def _upcoming(self) -> QuerySet[Schedule]:
         """Return the schedules that this process looks at, the next to be due first."""
@@ -151,17 +152,13 @@ class Ticker:
 
     def _store_due(self) -> int:
         """Store the ticks of a batch of due schedules; return how many schedules that are."""
-        skips_locked = connections[
-            self._runtime.database
-        ].features.has_select_for_update_skip_locked
+        features = connections[self._runtime.database].features
+        skips_locked = features.has_select_for_update_skip_locked
         blocked: dict[UUID, str] = {}
         with self._runtime.store.writing():
             now = self._clock.now()
-            rows = list(
-                self._upcoming()
-                .filter(next_at__lte=now)
-                .select_for_update(skip_locked=skips_locked)[:BATCH]
-            )
+            due = self._upcoming().filter(next_at__lte=now)
+            rows = in_order(due.select_for_update(skip_locked=skips_locked), BATCH)
             busy = self._busy(rows)
             jobs: dict[UUID, list[Job]] = {}
             moved: list[Schedule] = []
@@ -320,4 +317,10 @@ def tick_job(row: Schedule, tick: datetime, id: str, *, begins_at: datetime | No
         expires_at=tick + timedelta(seconds=row.expires_after) if row.expires_after else None,
         headers={names.SCHEDULED_FOR: tick.astimezone(UTC).isoformat()},
     )
-    return unsaved_job(JobDefinition(handler, options), row.payload)
+    job = unsaved_job(JobDefinition(handler, options), row.payload)
+    if row._state.db is not None and (jobs := database_of(job.queue)) != row._state.db:
+        raise ValueError(
+            f"The jobs of the queue {job.queue!r} are in the database {jobs!r}, the schedule is in "
+            f"{row._state.db!r}"
+        )
+    return job

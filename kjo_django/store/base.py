@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.models import BooleanField, Case, Count, F, Q, Sum, Value, When
 from django.db.models.constants import OnConflict
 from django.db.models.expressions import RawSQL
@@ -37,6 +37,7 @@ from kjo_django.store.rows import (
     COLUMNS,
     NAMED_BY_OTHERS,
     Advance,
+    Completing,
     Completion,
     DueJob,
     FollowerRow,
@@ -370,13 +371,20 @@ class Store:
 
     # --- Steps of workflows -----------------------------------------------------------------------
 
-    def count_steps(self, changes: Mapping[int, StepCounts]) -> list[tuple[UUID, StepCounts]]:
+    def count_steps(
+        self, changes: Mapping[int, StepCounts], completing: Completing = None
+    ) -> list[tuple[UUID, StepCounts]]:
         """Add changes to rows of counts, inside the caller's transaction. All transactions lock the
         rows in one order.
 
         :param changes: by the key of the row.
+        :param completing: are completed first, as by ``complete``; the caller has their rows
+            locked.
         :returns: the stage of each row, and its numbers as they are now.
+        :raises DatabaseError: a row of ``completing`` could not be completed.
         """
+        if completing is not None:
+            refuse_uncompleted(len(self.complete(*completing)), completing)
         counts = WorkflowCount.objects.using(self.alias)
         rows = counts.filter(pk__in=changes).order_by("pk")
         features = connections[self.alias].features
@@ -397,15 +405,17 @@ class Store:
         ids: Collection[UUID],
         changes: Mapping[int, StepCounts] | None = None,
         stages: Collection[UUID] = (),
+        completing: Completing = None,
     ) -> tuple[list[Workflow], list[StageRow]]:
         """Lock workflows in the order of their keys, inside the caller's transaction, and return
         them; return what ``read_stages`` finds under these locks, too.
 
-        :param changes: are added to rows of counts first, as by ``count_steps``.
+        :param changes: are added to rows of counts first, as by ``count_steps``, and so is
+            ``completing``.
         :param stages: the keys of the stages that are read.
         """
-        if changes:
-            self.count_steps(changes)
+        if changes or completing is not None:
+            self.count_steps(changes or {}, completing)
         rows = Workflow.objects.using(self.alias).filter(pk__in=ids).order_by("pk")
         features = connections[self.alias].features
         if features.has_select_for_update:
@@ -490,6 +500,21 @@ class Store:
                 count += cursor.rowcount
         return count
 
+    def insert_steps(
+        self, rows: Sequence[Sequence[Model]], jobs: Sequence[Job], *, is_last: bool = False
+    ) -> None:
+        """Insert jobs that are steps, and the rows that their workflow needs for them, inside the
+        caller's transaction.
+
+        :param rows: of one model each; none of them refers to one behind it.
+        :param is_last: the caller does nothing more but commit: the commit may go along.
+        """
+        for each in rows:
+            if each:
+                type(each[0])._default_manager.using(self.alias).bulk_create(each)
+        if jobs:
+            self.insert_jobs(jobs)
+
     def may_copy(self, count: int) -> bool:
         """Return whether ``copy_jobs`` can store so many rows, and pays."""
         return False
@@ -523,7 +548,7 @@ class Store:
         :param without_topics: destinations whose rows to leave out.
         :param max_bytes: of payloads: no row follows the one with which they reach it.
         """
-        rows = Job.objects.using(self.alias).filter(_is_of(queues))
+        rows = Job.objects.using(self.alias).filter(In(_QUEUE, list(queues)))
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         rows = rows.filter(available_at__lte=timezone.now())
         due = self._first_due(rows, ("available_at", "id"), limit, max_bytes // limit)
@@ -601,10 +626,16 @@ class Store:
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Return when the first of these rows is due, or was; None when none waits."""
-        rows = Job.objects.using(self.alias).filter(_is_of(queues))
+        rows = Job.objects.using(self.alias).filter(In(_QUEUE, list(queues)))
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         moments = rows.values_list("available_at", flat=True)
         return next(iter(self._first_due(moments, ("available_at",), 1)), None)
+
+    def awaiting_publish(self, ids: Iterable[UUID]) -> set[tuple[UUID, int, int, datetime]]:
+        """Return those of the jobs whose rows do not say that they were published: the id, the
+        generation, the attempts, and since when each is due."""
+        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, pk__in=list(ids))
+        return set(rows.values_list("pk", "generation", "attempts", "available_at"))
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
         """Write where messages went into the rows of their jobs, unless a job has moved on.
@@ -764,6 +795,14 @@ class Store:
         return nullcontext()
 
 
+def refuse_uncompleted(count: int, completing: Completing) -> None:
+    """Raise an error unless so many are all of those that were to be completed. Their steps are
+    counted, and what has waited for them would run."""
+    if completing is not None and count != len(completing[0]):
+        why = "Rows of running steps were changed by something else in their own transaction"
+        raise DatabaseError(why)
+
+
 def _update_one(action: str, assignments: str, condition: str) -> str:
     """Return the statement that carries out an action on a job whose state allows it."""
     expected = "', '".join(states.TRANSITIONS[action])
@@ -773,12 +812,9 @@ def _update_one(action: str, assignments: str, condition: str) -> str:
     )
 
 
-def _is_of(queues: Collection[str]) -> Any:
-    """Return the condition for rows of these queues, hidden in an expression: by its index on the
-    queue SQLite would sort a whole backlog for every batch."""
-    return In(Coalesce("queue", Value("")), list(queues))
-
-
+_QUEUE: Any = Coalesce("queue", Value(""))
+"""The column, hidden in an expression: by its index on the queue SQLite would sort a whole backlog
+for every batch."""
 # Spelled out as in the partial indexes: SQLite uses none of them for states that are parameters.
 _AWAITING_PUBLISH = RawSQL(  # noqa: S611 - names of states
     f"state IN ({', '.join(repr(state.value) for state in states.AWAITING_PUBLISH)})",

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from django.apps import apps
 from django.db import Error, connections
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model, QuerySet
 
-DEADLOCK = 1213
-"""The error of a session whose transaction the server has undone, to end a deadlock."""
+LOCK_TIMEOUT, LOCKS_FULL, DEADLOCK = 1205, 1206, 1213
+"""Errors of a session. After the last two the server has undone its transaction: for want of memory
+for its locks, and to end a deadlock."""
 
 
 class MySqlStore(Store):
@@ -39,7 +40,7 @@ class MySqlStore(Store):
         self._insert[True] = self._insert[False][0], " ON DUPLICATE KEY UPDATE id = id"
         search_in_any_case()
         _watch_errors(connections[alias])
-        connection_created.connect(_watch_new, dispatch_uid=f"kjo_django.store.mysql.{alias}")
+        connection_created.connect(_watch_errors, dispatch_uid=f"kjo_django.store.mysql.{alias}")
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End also a session whose statement waits for a lock."""
@@ -106,8 +107,7 @@ class MySqlStore(Store):
         """Return the server's clock."""
         with connections[self.alias].cursor() as cursor:
             cursor.execute("SELECT UTC_TIMESTAMP(6)")
-            moment: datetime = cursor.fetchone()[0]
-        return moment.replace(tzinfo=UTC)
+            return cast("datetime", cursor.fetchone()[0]).replace(tzinfo=UTC)
 
 
 # --- What people search for -----------------------------------------------------------------------
@@ -136,33 +136,38 @@ def search_in_any_case() -> None:
 # --- Errors after which a transaction is not what Django believes ---------------------------------
 
 
-def _watch_new(connection: BaseDatabaseWrapper, **kwargs: object) -> None:
-    if connection.vendor == "mysql":
-        _watch_errors(connection)
-
-
-def _watch_errors(connection: BaseDatabaseWrapper) -> None:
-    if _watching not in connection.execute_wrappers:
+def _watch_errors(connection: BaseDatabaseWrapper, **kwargs: object) -> None:
+    if connection.vendor == "mysql" and _watching not in connection.execute_wrappers:
         # Not behind those of others, who take away the last one.
         connection.execute_wrappers.insert(0, _watching)
 
 
 def _watching(execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
-    """Execute a query. After a deadlock the transaction as a whole is undone: what follows, and is
+    """Execute a query. Where its error has undone the transaction as a whole, what follows, and is
     committed, would be without what came before. After a timeout of a handler, which is raised
     wherever its thread is, the answer may be half read, and would pass for that to the next query.
     """
     connection: BaseDatabaseWrapper = context["connection"]
     try:
-        return execute(sql, params, many, context)
-    except Error as error:
-        if error.args[:1] == (DEADLOCK,) and connection.in_atomic_block:
-            connection.needs_rollback = True
-        raise
+        try:
+            return execute(sql, params, many, context)
+        except Error as error:
+            if connection.in_atomic_block:
+                connection.needs_rollback |= _has_undone_all(connection, error)
+            raise
     except JobTimeoutError:
         connection.errors_occurred = True
         connection.needs_rollback = connection.in_atomic_block
-        raw: Any = connection.connection
         with suppress(Exception):
-            raw.close()
+            cast("Any", connection.connection).close()
         raise
+
+
+def _has_undone_all(connection: BaseDatabaseWrapper, error: Error) -> bool:
+    """Return whether the server has undone the transaction, and not just the statement. After a
+    lock that was not granted in time it says by an option, off by default, which it does."""
+    if error.args[:1] != (LOCK_TIMEOUT,):
+        return error.args[:1] in ((DEADLOCK,), (LOCKS_FULL,))
+    with connection.wrap_database_errors, cast("Any", connection.connection).cursor() as cursor:
+        cursor.execute("SELECT @@innodb_rollback_on_timeout")
+        return bool(cursor.fetchone()[0])

@@ -11,15 +11,23 @@ from uuid import UUID
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
+from django.db.models import AutoField, Model
 from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job, Workflow
-from kjo_django.store.base import JOB_FIELDS, NOWHERE, WORKFLOW_COLUMNS, Store
+from kjo_django.store.base import (
+    JOB_FIELDS,
+    NOWHERE,
+    WORKFLOW_COLUMNS,
+    Store,
+    refuse_uncompleted,
+)
 from kjo_django.store.rows import (
     COLUMNS,
     Advance,
+    Completing,
     Completion,
     DueJob,
     FollowerRow,
@@ -29,6 +37,7 @@ from kjo_django.store.rows import (
     StageRow,
     StepCounts,
 )
+from kjo_django.store.servers import leave_retired
 from kjo_django.values import ANY_SIZE
 
 if TYPE_CHECKING:
@@ -40,6 +49,8 @@ NOTIFY_CHANNEL = "kjo"
 _TIMESTAMPTZ = 1184
 _IDLE, _NO_PIPELINE = 0, 0
 """States of libpq's: no transaction; no pipeline."""
+MOST_TOGETHER = 500
+"""Rows of a workflow that are stored by one text; more by a statement for each table."""
 COPY_FROM = 20
 """Fewer rows are stored sooner by an INSERT, which needs no transaction of its own."""
 
@@ -60,6 +71,19 @@ def text_array(values: Sequence[str]) -> str | list[str]:
     if "\\" in inside or inside.count('"') != 2 * (len(values) - 1):
         return list(values)
     return f'{{"{inside}"}}' if values else "{}"
+
+
+def _places(columns: int, rows: int) -> str:
+    """Return the places of values in an INSERT."""
+    return ", ".join([f"({', '.join(['%s'] * columns)})"] * rows)
+
+
+@cache
+def _insert_of(model: type[Model]) -> tuple[str, list[str]]:
+    """Return the beginning of an INSERT of rows of a model, and the columns that it gives."""
+    fields = [each for each in model._meta.concrete_fields if not isinstance(each, AutoField)]
+    columns = [each.attname for each in fields]
+    return f"INSERT INTO {model._meta.db_table} ({', '.join(columns)}) VALUES ", columns  # noqa: S608 - names of columns
 
 
 @cache
@@ -204,16 +228,17 @@ class PostgresStore(Store):
             self._execute(_TERMINATE, [pid])
 
     def _execute(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
-        """Execute a statement and return the rows it answers with."""
+        """Execute a statement and return the rows it answers with; of one that answers with none,
+        how many it has changed."""
         with connections[self.alias].cursor() as cursor:
             cursor.execute(sql, parameters)
-            return list(cursor.fetchall()) if cursor.description else []
+            return _answer(cursor)
 
     def _execute_all(
         self, statements: Sequence[_Statement], *, is_last: bool = False
     ) -> list[list[Any]]:
-        """Execute statements in one round trip, where several may be sent as one, and return the
-        rows each answers with.
+        """Execute statements in one round trip, where several may be sent as one, and return what
+        each answers with, as ``_execute`` does.
 
         :param is_last: commit along with them, where the transaction is the caller's own.
         """
@@ -228,7 +253,7 @@ class PostgresStore(Store):
             for number in range(len(statements)):
                 if number:
                     cursor.nextset()
-                found.append(cursor.fetchall() if cursor.description else [])
+                found.append(_answer(cursor))
             return found
 
     def _may_commit(self) -> bool:
@@ -299,7 +324,8 @@ class PostgresStore(Store):
     def release_row_leases(self, ids: Collection[UUID], token: str) -> None:
         """Lock the rows in one order first, as ``take_row_leases`` does."""
         if ids:
-            self._execute(_RELEASE_ROW_LEASES, [array_text(ids), token])
+            array = array_text(ids)
+            self._execute(_RELEASE_ROW_LEASES, [array, array, token])
 
     # --- Completions ------------------------------------------------------------------------------
 
@@ -314,7 +340,17 @@ class PostgresStore(Store):
         """Complete all in one statement, committed in the same round trip if it is the last."""
         if not completions:
             return set()
-        connection: Any = connections[self.alias]
+        parameters = self._completion_parameters(completions, now, token)
+        with connections[self.alias].cursor() as cursor:
+            ends = is_last and self._may_commit() and takes_several(cursor.cursor)
+            cursor.execute(f"{_COMPLETE}; COMMIT" if ends else _COMPLETE, parameters)
+            if cursor.rowcount == len(completions):
+                return {one.row.id for one in completions}
+        return self._completed_at(now, completions)
+
+    def _completion_parameters(
+        self, completions: Sequence[Completion], now: datetime, token: str | None = None
+    ) -> list[Any]:
         ids = text_array([one.row.id_text for one in completions])
         results = [one.result for one in completions]
         lifetimes = [one.result_ttl for one in completions]
@@ -324,7 +360,7 @@ class PostgresStore(Store):
         if any(one.place for one in completions):
             columns = zip(*(one.place or NOWHERE for one in completions), strict=True)
             places = list(map(list, columns))
-        parameters = [
+        return [
             *(now, now, ids),
             array_text(one.row.generation for one in completions),
             array_text(one.attempt for one in completions),
@@ -334,35 +370,44 @@ class PostgresStore(Store):
             *places,
             *(ids, text_array(states.TRANSITIONS["complete"]), token, token),
         ]
-        with connection.cursor() as cursor:
-            ends = is_last and self._may_commit() and takes_several(cursor.cursor)
-            cursor.execute(f"{_COMPLETE}; COMMIT" if ends else _COMPLETE, parameters)
-            if cursor.rowcount == len(completions):
-                return {one.row.id for one in completions}
-        return self._completed_at(now, completions)
 
     # --- Steps of workflows -----------------------------------------------------------------------
 
-    def count_steps(self, changes: Mapping[int, StepCounts]) -> list[tuple[UUID, StepCounts]]:
-        """Lock and change all in one statement."""
-        rows = self._execute(_COUNT_STEPS, _count_parameters(changes)) if changes else []
-        return [(row[0], StepCounts(*row[1:])) for row in rows]
+    def count_steps(
+        self, changes: Mapping[int, StepCounts], completing: Completing = None
+    ) -> list[tuple[UUID, StepCounts]]:
+        """Complete in one round trip with locking and changing all in one statement."""
+        if not changes:
+            return super().count_steps(changes, completing)
+        statements = self._completing(completing)
+        found = self._execute_all([*statements, (_COUNT_STEPS, _count_parameters(changes))])
+        if statements:
+            refuse_uncompleted(found[0][0][0], completing)
+        return [(row[0], StepCounts(*row[1:])) for row in found[-1]]
+
+    def _completing(self, completing: Completing) -> list[_Statement]:
+        if completing is None:
+            return []
+        return [(_COMPLETE, self._completion_parameters(*completing))]
 
     def lock_workflows(
         self,
         ids: Collection[UUID],
         changes: Mapping[int, StepCounts] | None = None,
         stages: Collection[UUID] = (),
+        completing: Completing = None,
     ) -> tuple[list[Workflow], list[StageRow]]:
-        """Count, lock and read in one round trip. Each of the statements sees what others have
-        committed until it began."""
-        statements: list[_Statement] = []
+        """Complete, count, lock and read in one round trip. Each of the statements sees what others
+        have committed until it began."""
+        statements = self._completing(completing)
         if changes:
             statements.append((_COUNT_STEPS, _count_parameters(changes)))
         statements.append((_LOCK_WORKFLOWS, [array_text(ids)]))
         if stages:
             statements.append((_STAGES, _stage_parameters(stages)))
         found = self._execute_all(statements)
+        if completing is not None:
+            refuse_uncompleted(found[0][0][0], completing)
         rows = _stage_rows(found.pop()) if stages else []
         return [Workflow.from_db(self.alias, _OF_WORKFLOWS, row) for row in found[-1]], rows
 
@@ -401,6 +446,25 @@ class PostgresStore(Store):
             for job in jobs:
                 copy.write_row(self._values_of(job))
         return len(jobs)
+
+    def insert_steps(
+        self, rows: Sequence[Sequence[Model]], jobs: Sequence[Job], *, is_last: bool = False
+    ) -> None:
+        """Insert all in one round trip, and commit in it if it is the last."""
+        if len(jobs) + sum(map(len, rows)) > MOST_TOGETHER:
+            return super().insert_steps(rows, jobs, is_last=is_last)
+        statements: list[_Statement] = []
+        for each in rows:
+            if each:
+                table, columns = _insert_of(type(each[0]))
+                values = [getattr(row, column) for row in each for column in columns]
+                statements.append((table + _places(len(columns), len(each)), values))
+        if jobs:
+            values = [value for job in jobs for value in self._values_of(job)]
+            places = _places(len(self._columns), len(jobs))
+            statements.append((self._insert[False][0] + places, values))
+        if statements:
+            self._execute_all(statements, is_last=is_last)
 
     def _values_of(self, job: Job) -> list[Any]:
         connection = connections[self.alias]
@@ -451,9 +515,17 @@ class PostgresStore(Store):
     ) -> list[DueJob]:
         """Execute a constant statement: building one by the ORM takes several times as long as the
         database takes to answer."""
-        parameters = [max_bytes // limit, list(queues), list(without_topics), array_text(without)]
+        parameters: list[Any] = [
+            max_bytes // limit,
+            list(queues),
+            list(without_topics),
+            array_text(without),
+        ]
         now = timezone.now()
-        rows = self._execute(_DUE, [*parameters, now, now, limit])
+        with connections[self.alias].cursor() as cursor:
+            read_times_natively(cursor)
+            cursor.execute(_DUE, [*parameters, now, now, limit])
+            rows = cursor.fetchall()
         return self._with_headers(self._loaded(rows, max_bytes))
 
     def _with_headers(self, jobs: Iterable[DueJob]) -> list[DueJob]:
@@ -471,9 +543,15 @@ class PostgresStore(Store):
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
     ) -> datetime | None:
-        """Execute a constant statement."""
+        """Execute a constant statement. An idle relay does nothing else: here it finds out that its
+        server takes no writes any more."""
+        leave_retired(self.alias)
         parameters = [list(queues), list(without_topics), array_text(without), timezone.now()]
         return next((due for (due,) in self._execute(_NEXT, parameters)), None)
+
+    def awaiting_publish(self, ids: Iterable[UUID]) -> set[tuple[UUID, int, int, datetime]]:
+        """Execute a constant statement."""
+        return set(self._execute(_UNRECORDED, [array_text(ids)]))
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
         """Record all in one round trip, at the server's time."""
@@ -632,6 +710,9 @@ ORDER BY kjo_job.id
 _ROWS_LOCKED = f"{_ROWS} FOR NO KEY UPDATE"
 
 # Locked in one order first: two workers that want the same rows wait for each other, and no more.
+# What is asked of a row is hidden from the planner in a CASE. Statistics that say that hardly a row
+# is open, or holds this lease, made it begin with those and compare each with each of the group's.
+# The ids stand there twice so that it looks them up, and reads no small table from end to end.
 _TAKE_ROW_LEASES = """
 WITH locked AS MATERIALIZED (
     SELECT id FROM kjo_job WHERE id = ANY(%s::uuid[]) ORDER BY id FOR NO KEY UPDATE
@@ -647,15 +728,14 @@ WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = locked.id AND CASE
 RETURNING kjo_job.id
 """
 _RELEASE_ROW_LEASES = """
-UPDATE kjo_job SET lease_token = '', lease_expires_at = NULL, started_at = NULL
-WHERE id IN (
+WITH locked AS MATERIALIZED (
     SELECT id FROM kjo_job WHERE id = ANY(%s::uuid[]) ORDER BY id FOR NO KEY UPDATE
-) AND lease_token = %s
+)
+UPDATE kjo_job SET lease_token = '', lease_expires_at = NULL, started_at = NULL
+FROM locked WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = locked.id
+    AND CASE WHEN kjo_job.lease_token = %s THEN true ELSE false END
 """
 
-# What is asked of a row is hidden from the planner in a CASE. Statistics that say that hardly a row
-# is open, or holds this lease, made it begin with those and compare each with each of the group's.
-# The ids stand there twice so that it looks them up, and reads no small table from end to end.
 _COMPLETE = """
 UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
     finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
@@ -676,6 +756,11 @@ WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
 
 _Statement = tuple[str, Sequence[Any]]
 """A statement and its parameters."""
+
+
+def _answer(cursor: Any) -> list[Any]:
+    """Return the rows of a cursor's present result, or how many rows its statement has changed."""
+    return list(cursor.fetchall()) if cursor.description else [(cursor.rowcount,)]
 
 
 def _count_parameters(changes: Mapping[int, StepCounts]) -> list[Any]:
@@ -773,6 +858,9 @@ _DUE_COLUMNS = ", ".join(DueJob._fields).replace(
 _DUE = f"""SELECT {_DUE_COLUMNS}, length(payload) {_WAITING} AND available_at <= %s
 ORDER BY available_at, id LIMIT %s"""
 _NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"
+_UNRECORDED = f"""SELECT id, generation, attempts, available_at FROM kjo_job
+WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
+    AND id = ANY(%s::uuid[])"""  # noqa: S608 - names of states
 
 # The rows are found and locked first, by their ids: the planner expects hardly any row in these
 # states, and would compare each with each. Nobody waits for the disk: what a crash of the

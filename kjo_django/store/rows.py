@@ -139,6 +139,10 @@ class FollowerRow(NamedTuple):
     """The keys of its rows of counts, where they were read."""
 
 
+Completing = tuple[Sequence[Completion], datetime] | None
+"""Completions, and when they ended."""
+
+
 @dataclass(slots=True, eq=False)
 class StageRow:
     """A stage of a workflow, and what waits for it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.exceptions import MessageError
+from kjo_django.exceptions import KjoError
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
@@ -83,7 +83,7 @@ def payload_of(job: Job) -> Any:
     """
     try:
         return serializer_for(job.content_type).loads(bytes(job.payload))
-    except MessageError as error:
+    except KjoError as error:
         return f"unreadable: {error}"
 
 

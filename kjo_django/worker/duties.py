@@ -30,7 +30,8 @@ from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.rescue import rescue
 from kjo_django.operations.workflows import end_overdue
-from kjo_django.runtime import Runtime, get_transport
+from kjo_django.runtime import Runtime, get_transport, set_database
+from kjo_django.store.servers import leave_retired, watch_server
 from kjo_django.values import LONGEST
 
 logger = logging.getLogger("kjo_django")
@@ -62,8 +63,8 @@ class DutyThread(threading.Thread):
 
     def __init__(self, runtime: Runtime, name: str, duties: Sequence[Duty]) -> None:
         super().__init__(name=name, daemon=True)
-        self._clock = runtime.clock
-        self._duties = duties
+        self._clock, self._database = runtime.clock, runtime.database
+        self._duties, self._logged = duties, dict[Duty, tuple[str, float]]()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -74,10 +75,11 @@ class DutyThread(threading.Thread):
 
     def run(self) -> None:
         """Take the steps."""
-        longest = LONGEST.total_seconds()
+        set_database(self._database)
+        watch_server(self._database)
         try:
             while not self._stopping.is_set():
-                pause = longest
+                pause = LONGEST.total_seconds()
                 for duty in self._duties:
                     try:
                         pause = min(pause, duty.step())
@@ -86,6 +88,7 @@ class DutyThread(threading.Thread):
                         self._log(duty, error)
                         pause = min(pause, RETRY_AFTER)
                 if pause > 0:
+                    leave_retired(self._database)
                     self._clock.wait(self._stopping, pause)
             for duty in self._duties:
                 try:
@@ -95,10 +98,14 @@ class DutyThread(threading.Thread):
         finally:
             connections.close_all()
 
-    @staticmethod
-    def _log(duty: Duty, error: Exception) -> None:
-        is_outage = isinstance(error, OUTAGES)
-        logger.error("%s is late: %s", type(duty).__name__, error, exc_info=not is_outage)
+    def _log(self, duty: Duty, error: Exception) -> None:
+        """Log an error of a duty; of the same outage, which each step may meet, once a minute."""
+        is_outage, now = isinstance(error, OUTAGES), self._clock.monotonic()
+        what = f"{type(duty).__name__} failed, trying again: {error}"
+        last, until = self._logged.get(duty, ("", now))
+        if not is_outage or what != last or now >= until:
+            self._logged[duty] = what, now + 60.0
+            logger.error("%s", what, exc_info=not is_outage)
         drop_broken_connections()
 
 
@@ -143,6 +150,11 @@ class LeasedDuty(PeriodicDuty):
         self._token = token
         self._is_stopping = False
 
+    @property
+    def _names(self) -> dict[str, str]:
+        """The leases by the names that they have for the workers of this database."""
+        return {f"{name}{self._runtime.lease_suffix}": name for name in self.leases}
+
     def work_on(self, held: list[str]) -> None:
         """Do a round for those of the leases that are held; without coordination, for all."""
         raise NotImplementedError
@@ -159,19 +171,19 @@ class LeasedDuty(PeriodicDuty):
     def close(self) -> None:
         """Free the leases for the next worker."""
         try:
-            self._runtime.coordination.release(list(self.leases), self._token)
+            self._runtime.coordination.release(list(self._names), self._token)
         except CoordinationError as error:
             logger.warning("Leases of %s expire by themselves: %s", type(self).__name__, error)
 
     def _take_leases(self) -> list[str]:
-        names = list(self.leases)
+        names = list(self._names)
         ttl = timedelta(seconds=3 * min(self.pause, LONGEST.total_seconds()))
         try:
             claims = self._runtime.coordination.claim(names, self._token, ttl)
         except CoordinationError as error:
             logger.warning("%s works without a lease: %s", type(self).__name__, error)
-            return names
-        return [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
+            return list(self.leases)
+        return [self._names[n] for n, each in zip(names, claims, strict=True) if each.acquired]
 
 
 class Rescuer(LeasedDuty):
@@ -359,7 +371,7 @@ class PublishListener:
                 self._listener = self._runtime.coordination.listen(self._channels)
             except Exception as error:
                 level = logging.DEBUG if self._has_complained else logging.WARNING
-                logger.log(level, "Nobody can wake this worker, it polls: %s", error)
+                logger.log(level, "This worker cannot be notified and polls: %s", error)
                 self._has_complained = True
                 return LISTEN_AGAIN
         if self._listener.wait(self.LONGEST_WAIT):

@@ -83,7 +83,7 @@ class Controls:
         rows = list(QueueControl.objects.using(using))
         own = WorkerRow.objects.using(using).filter(pk=self._worker_id)
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
-        asked = own.values_list("wish", flat=True).first() or ""
+        asked = own.values_list("asked_to", flat=True).first() or ""
         # How its retries are limited is read from there for every attempt that fails.
         controls = self._runtime.queue_controls
         controls.update({row.queue: row for row in rows})

@@ -61,7 +61,16 @@ from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
 from kjo_django.running_job import worker_name
-from kjo_django.runtime import Runtime, close_backends, current_runtime, get_transport
+from kjo_django.runtime import (
+    Runtime,
+    close_backends,
+    current_runtime,
+    get_transport,
+    runtime_for,
+    runtime_of,
+    set_database,
+    use_database,
+)
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.duties import (
@@ -96,9 +105,10 @@ LISTED_RUNS = 5
 
 
 class Worker:
-    """Consumes queues, and relays, until told to stop.
+    """Consumes queues of one database, and relays, until told to stop.
 
-    :param queues: names of the queues to consume; None for all that are declared or used.
+    :param queues: names of the queues to consume, of one database; None for all of the runtime's
+        database that are declared or used.
     :param weights: how many groups of a queue start for one of a queue that is not named here.
     :param concurrency: lanes, threads that run handlers; the setting if not given.
     :param relay: also relay committed jobs of these queues.
@@ -127,19 +137,28 @@ class Worker:
         on_error: Callable[[str, str], None] = lambda source, error: None,
         runtime: Runtime | None = None,
     ) -> None:
-        runtime = replace(runtime or current_runtime(), queue_controls={}, limit_controls={})
-        self.runtime = runtime
-        conf = runtime.settings
         known = registry.queue_names()
         unknown = [queue for queue in queues or () if queue not in known]
         if unknown:
             raise ImproperlyConfigured(
                 f"No queue is named {unknown[0]!r}. Known: {', '.join(known) or 'none'}."
             )
+        if runtime is None:
+            runtime = runtime_of(queues[0]) if queues else current_runtime()
+        runtime = replace(runtime, queue_controls={}, limit_controls={})
+        self.runtime = runtime
+        conf = runtime.settings
+        if other := next((queue for queue in queues or () if not runtime.holds(queue)), None):
+            raise ImproperlyConfigured(
+                f"The jobs of the queue {other!r} are not in {runtime.database!r}, the database of "
+                "this worker. kjo_consume starts a worker for each KJO['QUEUES'][…]['database']."
+            )
         self.id = uuid7()
         self.name = name or default_worker_name()
         self.queues: list[QueueConf] = [
-            conf.queue(queue) for queue in queues or registry.consumed_queue_names()
+            conf.queue(queue)
+            for queue in queues or registry.consumed_queue_names()
+            if runtime.holds(queue)
         ]
         self.statistics = Statistics(runtime, self.id)
         self._owns_process = owns_process
@@ -198,6 +217,7 @@ class Worker:
             self._direct_steps.serve(poller)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
+            runtime=runtime_for(runtime.database),
             on_error=functools.partial(self._outages.note, "relay"),
         )
         self.is_relaying = relay and bool(self._relay.queues)
@@ -293,7 +313,10 @@ class Worker:
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
         restore = stop_on_signals(self._stopping) if hears else None
-        with garbage_collection.seldom() if self._owns_process else nullcontext():
+        with (
+            garbage_collection.seldom() if self._owns_process else nullcontext(),
+            use_database(self.runtime.database),
+        ):
             self._start()
             try:
                 while not self._stopping.is_set():
@@ -338,7 +361,9 @@ class Worker:
         signals.worker_started.send_robust(sender=self.name, worker_id=str(self.id))
 
     def _enter_thread(self) -> None:
-        """Let log records and database sessions of this thread name the worker."""
+        """Let this thread work with the worker's database, and its log records and database
+        sessions name the worker."""
+        set_database(self.runtime.database)
         worker_name.set(self.name)
         mark_sessions(self.leases.token)
 

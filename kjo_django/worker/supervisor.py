@@ -62,13 +62,14 @@ def stop_on_signals(stopping: threading.Event) -> Callable[[], bool]:
     return restore
 
 
-def supervise(count: int, work: Callable[[], int], *, pins: bool = False) -> int:
+def supervise(count: int, work: Callable[[int], int], *, pins: bool = False) -> int:
     """Run ``work`` in ``count`` child processes until told to stop or all have ended by themselves.
 
     Forks before any connection or thread exists, so children share no socket. A child that ends
     with 0 has finished (``--drain``, ``--max-messages``, an operator's stop); one that dies is
     replaced.
 
+    :param work: called with the place of the child, from 0 on, which its successors have too.
     :param pins: give each child one of the processors this process may use, in turn; who takes the
         place of a dead one has that one's.
     :returns: 0 when every child ended with 0.
@@ -88,7 +89,7 @@ def supervise(count: int, work: Callable[[], int], *, pins: bool = False) -> int
 
 
 class _Supervisor:
-    def __init__(self, work: Callable[[], int], processors: Sequence[int]) -> None:
+    def __init__(self, work: Callable[[int], int], processors: Sequence[int]) -> None:
         self._work = work
         self._processors = processors
         """Those to pin children to, by their places; empty: they run wherever they may."""
@@ -125,7 +126,7 @@ class _Supervisor:
             try:
                 if self._processors:
                     os.sched_setaffinity(0, {self._processors[place % len(self._processors)]})
-                code = self._work()
+                code = self._work(place)
             except SystemExit as exit:
                 code = exit.code if isinstance(exit.code, int) else 1
             except BaseException:

@@ -36,7 +36,7 @@ from kjo_django.enqueue.waiting import workflow_channel
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import OPEN_WORKFLOWS, JobState, OnFailure, WorkflowState
-from kjo_django.store.rows import Advance, DueJob, FollowerRow, StageRow, StepCounts
+from kjo_django.store.rows import Advance, Completing, DueJob, FollowerRow, StageRow, StepCounts
 from kjo_django.workflows.definition import insert
 from kjo_django.workflows.step_context import (
     StageFacts,
@@ -70,6 +70,14 @@ class Receiver(Protocol):
         """Return the lease that is written into the rows of steps that the worker takes."""
         ...
 
+    def joins(self, queue: str, handler: str) -> bool:
+        """Return whether steps of this handler may run in the caller's transaction."""
+        ...
+
+    def join(self, steps: Sequence[DueJob]) -> object:
+        """Run these steps in the caller's transaction, which has leased them."""
+        ...
+
     def put(self, steps: Sequence[DueJob]) -> object:
         """Run these steps: they were leased, and that is committed."""
         ...
@@ -83,6 +91,7 @@ def count_ended(
     announce: Announce | None = None,
     receiver: Receiver | None = None,
     is_last: bool = False,
+    completing: Completing = None,
 ) -> None:
     """Count steps that have ended, and release what waited for them, inside the transaction that
     records it.
@@ -96,10 +105,12 @@ def count_ended(
         by a call that ``announce`` takes.
     :param is_last: the caller does nothing more but commit: the commit may go along with the last
         statement.
+    :param completing: the completions of these steps, where the caller has their rows locked and
+        has not written them yet.
     """
     changes = [(stage, job, CHANGES[state]) for stage, job, state in ended]
     added = [context for context in running if context.added]
-    _count(runtime, changes, added, announce, receiver, is_last=is_last)
+    _count(runtime, changes, added, announce, receiver, is_last=is_last, completing=completing)
 
 
 def count_reopened(runtime: Runtime, reopened: Iterable[tuple[UUID, UUID, str]]) -> None:
@@ -123,10 +134,13 @@ def _count(
     receiver: Receiver | None = None,
     *,
     is_last: bool = False,
+    completing: Completing = None,
 ) -> None:
     facts = facts_of_stages(runtime, {stage for stage, _, _ in changes})
     totals = _totals(facts, changes)
     if not totals:
+        if completing is not None:
+            runtime.store.complete(*completing)
         return
     counted = {stage for stage, _, _ in changes} & facts.keys()
     # The one step of a stage ends it. A failure may cancel what waits, and a step that runs again
@@ -139,7 +153,7 @@ def _count(
     }
     notable |= {context.stage_id for context in added} & facts.keys()
     if notable != counted:
-        now, totals = runtime.store.count_steps(totals), {}
+        now, totals, completing = runtime.store.count_steps(totals, completing), {}, None
         notable |= {stage for stage, counts in now if counts.open == 0}
     if notable:
         workflows = {facts[stage].workflow_id for stage in notable}
@@ -148,6 +162,7 @@ def _count(
             *(runtime, workflows, again, totals, () if added else notable),
             announce=announce,
             receiver=receiver,
+            completing=completing,
         )
         advance.run(notable, added, is_last=is_last)
 
@@ -183,7 +198,7 @@ class _Advance:
     :param totals: changes of rows of counts, made before the workflows are locked.
     :param stages: those that ``run`` begins with, where nothing changes before it.
     :param gives_up: whether what waits for a failed step to be repeated is cancelled.
-    :param announce: as in ``count_ended``, and so is ``receiver``.
+    :param announce: as in ``count_ended``, and so are ``receiver`` and ``completing``.
     """
 
     def __init__(
@@ -197,6 +212,7 @@ class _Advance:
         gives_up: bool = False,
         announce: Announce | None = None,
         receiver: Receiver | None = None,
+        completing: Completing = None,
     ) -> None:
         self._runtime = runtime
         self._announce = announce
@@ -205,11 +221,13 @@ class _Advance:
         self._cancels = {OnFailure.CANCEL, OnFailure.HOLD} if gives_up else {OnFailure.CANCEL}
         self._using = runtime.database
         self._now = timezone.now()
-        locked, self._rows = runtime.store.lock_workflows(workflows, totals, stages)
+        locked, self._rows = runtime.store.lock_workflows(workflows, totals, stages, completing)
         self.workflows = {row.pk: row for row in locked}
         self._released: set[UUID] = set()
         """Workflows in which this releases steps."""
         self._unwritten = Advance(self._now, [], [], [])
+        self._joins = True
+        """Whether what ``_unwritten`` leases runs in the caller's transaction."""
         self._released_count = self._reserved_count = 0
         """How many steps ``_unwritten`` releases for the relay or the worker, and how many of them
         for the worker."""
@@ -249,11 +267,14 @@ class _Advance:
 
     def _write(self, *, is_last: bool = False) -> None:
         unwritten, self._unwritten = self._unwritten, Advance(self._now, [], [], [])
-        leased = self._runtime.store.write_advance(unwritten, is_last=is_last)
-        if leased and self._receiver is not None:
+        joins, self._joins = self._joins and bool(unwritten.reserved), True
+        leased = self._runtime.store.write_advance(unwritten, is_last=is_last and not joins)
+        if leased and self._receiver is not None and joins:
+            self._receiver.join(leased)
+        elif leased and self._receiver is not None:
             _announcing(self._runtime, self._announce)(partial(self._receiver.put, leased))
         if len(leased) < self._released_count:
-            after_commit(self._using, RELAY_CHANNEL)
+            after_commit(self._runtime, RELAY_CHANNEL)
         self._released_count = self._reserved_count = 0
 
     def _note_ends(self, rows: Sequence[StageRow]) -> bool:
@@ -325,6 +346,7 @@ class _Advance:
             count = self._reserved_count + stage.step_count
             if count <= receiver.room(stage.queue, stage.handler):
                 self._reserved_count = count
+                self._joins = self._joins and receiver.joins(stage.queue, stage.handler)
                 self._unwritten.reserved.append(stage.id)
                 self._unwritten.lease = receiver.lease()
 
@@ -501,7 +523,7 @@ def send_end(
     """
     if workflow.state == before or workflow.state in OPEN_WORKFLOWS:
         return
-    after_commit(runtime.database, workflow_channel(workflow.pk))
+    after_commit(runtime, workflow_channel(workflow.pk))
     facts: dict[str, Any] = {"workflow_id": str(workflow.pk), "name": workflow.name}
     facts["unique_id"] = workflow.unique_id
     signal = signals.workflow_completed

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from django.db.models import Model
 from django.utils import timezone
 
 from kjo_django import models
@@ -20,8 +21,8 @@ from kjo_django.enqueue.storing import store, store_alike, too_large
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage
-from kjo_django.runtime import Runtime, current_runtime
-from kjo_django.states import OnFailure
+from kjo_django.runtime import Runtime, runtime_of
+from kjo_django.states import JobState, OnFailure
 from kjo_django.values import did_you_mean
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 
@@ -141,7 +142,8 @@ def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
     """Return the stages of a graph, each behind those that it waits for. Nothing is written.
 
     :param on_failure: of the steps that declare none.
-    :raises ValueError: steps wait for one another in a circle.
+    :raises ValueError: steps wait for one another in a circle, or the jobs of one are in another
+        database.
     :raises TypeError: the function of a step does not take the step's arguments.
     :raises PayloadError: the payload of a step cannot be serialized or is too large.
     """
@@ -167,6 +169,12 @@ def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
         # Equal sets are one object by now.
         kind = (handler.name, queue, policy, argument, source, id(required), id(waiting))
         if kind not in found:
+            if not runtime.holds(queue):
+                raise ValueError(
+                    f"{step}: KJO['QUEUES'][{queue!r}]['database'] is not {runtime.database!r}, "
+                    "the database of this workflow. All steps of a workflow are in one database: "
+                    "let one of them enqueue what is to be done in another."
+                )
             found[kind] = len(stages)
             row = WorkflowStage(
                 handler=handler.name, queue=queue, on_failure=policy, argument=argument
@@ -230,16 +238,19 @@ def insert(
     workflow: Any,
     runtime: Runtime,
     followers: Iterable[Any] = (),
+    *,
+    new: Sequence[models.Workflow] = (),
+    is_last: bool = False,
 ) -> None:
     """Store stages with their steps, inside the caller's transaction.
 
     :param workflow: the key of the workflow's row.
     :param followers: keys of stored stages that are to wait for the last of these.
+    :param new: the workflow's row, where it is not stored yet.
+    :param is_last: the caller does nothing more but commit.
     """
-    using = runtime.database
     for stage in stages:
         stage.row.workflow_id = workflow
-    WorkflowStage.objects.using(using).bulk_create([stage.row for stage in stages])
     edges = [
         WorkflowEdge(required_id=stages[place].row.pk, stage_id=stage.row.pk)
         for stage in stages
@@ -251,8 +262,8 @@ def insert(
         for stage in stages
         if not stage.is_waited_for
     ]
-    WorkflowEdge.objects.using(using).bulk_create(edges)
-    jobs: dict[bool, list[Job]] = {False: [], True: []}
+    rows: list[Sequence[Model]] = [new, [stage.row for stage in stages], edges]
+    jobs: list[Job] = []
     counts: list[WorkflowCount] = []
     for stage in stages:
         waits = bool(stage.required)
@@ -260,22 +271,27 @@ def insert(
         for options, steps in _by_options(stage):
             template = _new_step(stage, options, *steps[0], runtime)
             if len(steps) >= STORED_ALIKE:
+                # What is first in a transaction of ours begins it along, and COPY cannot.
+                runtime.store.insert_steps(rows, ())
+                rows = []
                 keys, payloads = zip(*steps, strict=True)
                 none = [None] * len(steps)
                 answers = store_alike(template, none, keys, payloads, runtime, waits=waits)
                 ids += [answer.job_id for answer in answers]
             else:
-                rows = [template, *(_new_step(stage, options, *one, runtime) for one in steps[1:])]
-                jobs[waits] += rows
-                ids += [row.pk for row in rows]
+                made = [template, *(_new_step(stage, options, *one, runtime) for one in steps[1:])]
+                jobs += made
+                ids += [row.pk for row in made]
         size = min(MOST_COUNTS, 1 + len(ids) // STEPS_OF_COUNT)
         opened = [0] * size
         for id in ids:
             opened[id.int % size] += 1
         counts += [WorkflowCount(stage_id=stage.row.pk, open_count=count) for count in opened]
-    WorkflowCount.objects.using(using).bulk_create(counts)
-    for waits, rows in jobs.items():
-        store(rows, runtime=runtime, waits=waits)
+    rows.append(counts)
+    if jobs:
+        store(jobs, runtime=runtime, beside=rows, is_last=is_last)
+    else:
+        runtime.store.insert_steps(rows, (), is_last=is_last)
 
 
 def _by_options(stage: PlannedStage) -> list[tuple[EnqueueOptions, list[tuple[str, bytes]]]]:
@@ -290,6 +306,8 @@ def _new_step(
 ) -> Job:
     job = new_job(options, stage.job.handler.options, key, data, runtime)
     job.stage_id = stage.row.pk
+    if stage.required:
+        job.state = JobState.WAITING
     return job
 
 
@@ -486,7 +504,8 @@ class Workflow:
             raise ValueError(f"The workflow {self.name} has been enqueued already")
         if not self.graph.steps:
             raise ValueError(f"The workflow {self.name} has no steps")
-        runtime = current_runtime()
+        first = self.graph.steps[0].job
+        runtime = runtime_of(first.options.queue or first.handler.options.queue)
         stages = plan(self.graph, runtime, self.on_failure)
         now = timezone.now()
         deadline = self.deadline
@@ -503,16 +522,18 @@ class Workflow:
         )
         rows = models.Workflow.objects.using(runtime.database)
         with runtime.store.transaction(savepoint=False):
-            rows.bulk_create([row], ignore_conflicts=self.id is not None)
+            new = [row]
             if self.id is not None:
+                rows.bulk_create(new, ignore_conflicts=True)
                 known = rows.filter(name=self.name, unique_id=self.id).first()
                 if known is None:
                     raise StorageError(f"The workflow {self.name} {self.id} could not be stored")
                 if known.pk != row.pk:
-                    self.handle = WorkflowHandle(known.pk, "duplicate")
+                    self.handle = WorkflowHandle(known.pk, "duplicate", runtime.database)
                     return self.handle
-            insert(stages, row.pk, runtime)
-        self.handle = WorkflowHandle(row.pk, "queued")
+                new = []
+            insert(stages, row.pk, runtime, new=new, is_last=True)
+        self.handle = WorkflowHandle(row.pk, "queued", runtime.database)
         return self.handle
 
     async def aenqueue(self) -> WorkflowHandle:

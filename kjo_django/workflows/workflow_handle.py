@@ -21,7 +21,7 @@ from kjo_django.enqueue.waiting import (
 )
 from kjo_django.exceptions import JobCancelledError, JobFailedError, JobNotFoundError
 from kjo_django.models import Job
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import databases, jobs_database, use_database
 from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
 from kjo_django.workflows.snapshots import WorkflowSnapshot, snapshot
 
@@ -41,6 +41,8 @@ class WorkflowHandle:
     answer: Literal["queued", "duplicate"] | None = None
     """What the enqueue did: the workflow is stored, or another has its name and unique id. None for
     a handle that was made again."""
+    database: str | None = None
+    """The alias of its database. None for a handle that was made again: all are asked."""
 
     @classmethod
     def of(cls, id: uuid.UUID | str) -> WorkflowHandle:
@@ -65,12 +67,14 @@ class WorkflowHandle:
 
     def snapshot(self) -> WorkflowSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such workflow."""
-        return snapshot(self.workflow_id)
+        with use_database(self._database()):
+            return snapshot(self.workflow_id)
 
     @property
     def status(self) -> WorkflowState | None:
         """The workflow's state, or None if there is no such workflow."""
-        found = self._row("state")
+        with use_database(self._database()):
+            found = self._row("state")
         return None if found is None else WorkflowState(found.state)
 
     @property
@@ -87,8 +91,9 @@ class WorkflowHandle:
     def result(self) -> Any:
         """The result of the last step of a completed workflow, a list where several steps are the
         last, or ``NO_RESULT``: it has not completed."""
-        row = self._row("state")
-        return NO_RESULT if row is None else self._result_of(row)
+        with use_database(self._database()):
+            row = self._row("state")
+            return NO_RESULT if row is None else self._result_of(row)
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Return the workflow's result as soon as it has completed. Who commits the end notifies
@@ -103,24 +108,26 @@ class WorkflowHandle:
         """
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id))
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
-        has_ended, result, _ = awaited.look()
-        if has_ended:
-            return result
-        with waiter:
-            return waiter.wait(awaited)
+        with use_database(self._database()):
+            has_ended, result, _ = awaited.look()
+            if has_ended:
+                return result
+            with waiter:
+                return waiter.wait(awaited)
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id), releases=True)
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
-        has_ended, result, _ = await sync_to_async(awaited.look)()
-        if has_ended:
-            return result
-        await sync_to_async(waiter.__enter__)()
-        try:
-            return await waiter.await_(awaited)
-        finally:
-            waiter.__exit__()
+        with use_database(await sync_to_async(self._database)()):
+            has_ended, result, _ = await sync_to_async(awaited.look)()
+            if has_ended:
+                return result
+            await sync_to_async(waiter.__enter__)()
+            try:
+                return await waiter.await_(awaited)
+            finally:
+                waiter.__exit__()
 
     async def asnapshot(self) -> WorkflowSnapshot | None:
         """``snapshot`` from asynchronous code."""
@@ -137,6 +144,17 @@ class WorkflowHandle:
     async def aresult(self) -> Any:
         """``result`` from asynchronous code."""
         return await sync_to_async(lambda: self.result)()
+
+    def _database(self) -> str:
+        if self.database is None:
+            known = databases()
+            for alias in known if len(known) > 1 else ():
+                if models.Workflow.objects.using(alias).filter(pk=self.workflow_id).exists():
+                    self.database = alias
+                    break
+            else:
+                return known[0]
+        return self.database
 
     def _row(self, *columns: str) -> models.Workflow | None:
         rows = models.Workflow.objects.using(jobs_database()).filter(pk=self.workflow_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from django.db import connections
 
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
-from tests.databases import copied_database, empty_mariadb, on_mariadb
+from tests.databases import EMPTY, copied_database, in_place_of_sqlite
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -42,8 +43,8 @@ def embedded(
     request: pytest.FixtureRequest, sqlite_template: Path, tmp_path: Path, django_db_blocker: Any
 ) -> Iterator[Engine]:
     """The default: no server, everything in a SQLite file; or see ``--engine``."""
-    if on_mariadb(request.config):
-        yield request.getfixturevalue("mariadb")
+    if engine := in_place_of_sqlite(request.config):
+        yield request.getfixturevalue(engine)
         return
     path = tmp_path / "kjo.sqlite3"
     shutil.copyfile(sqlite_template, path)
@@ -61,12 +62,22 @@ def postgres(database_url: str, tmp_path: Path) -> Iterator[Engine]:
 @pytest.fixture
 def mariadb(mariadb_url: str, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
     """No server but the database: transport and coordination in MariaDB."""
-    with (
-        django_db_blocker.unblock(),
-        Engine(Servers(mariadb_url), tmp_path) as engine,
-    ):
+    with django_db_blocker.unblock(), emptied_engine("mariadb", mariadb_url, tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+def mysql(mysql_url: str, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
+    """No server but the database: transport and coordination in MySQL."""
+    with django_db_blocker.unblock(), emptied_engine("mysql", mysql_url, tmp_path) as engine:
+        yield engine
+
+
+@contextmanager
+def emptied_engine(name: str, url: str, logs: Path) -> Iterator[Engine]:
+    with Engine(Servers(url), logs) as engine:
         with connections[ALIAS].cursor() as cursor:
-            empty_mariadb(cursor)
+            EMPTY[name](cursor)
         yield engine
 
 
@@ -85,21 +96,30 @@ def real(real_servers: Servers, tmp_path: Path) -> Iterator[Engine]:
 REAL = pytest.param("real", marks=[pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres])
 POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres)
 MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb)
+MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
 
 
-@pytest.fixture(
-    params=[
+SELDOM_ON_MARIADB = pytest.mark.parametrize(
+    "engine",
+    [
         "embedded",
-        REAL,
         pytest.param("mariadb", marks=[pytest.mark.mariadb, pytest.mark.long]),
-    ]
+        MYSQL,
+        REAL,
+    ],
+    indirect=True,
 )
+"""For tests of `engine` that take long: with ``-m long`` they run on MariaDB, and with ``-m mysql``
+on MySQL."""
+
+
+@pytest.fixture(params=["embedded", MARIADB, MYSQL, REAL])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """Both ends of the range, one after the other; with ``-m long`` MariaDB, too."""
+    """Both ends of the range, MariaDB and MySQL, one after the other."""
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["embedded", POSTGRES, MARIADB, REAL])
+@pytest.fixture(params=["embedded", POSTGRES, MARIADB, MYSQL, REAL])
 def any_engine(request: pytest.FixtureRequest) -> Engine:
     """Every combination the settings offer."""
     return request.getfixturevalue(request.param)

@@ -174,10 +174,13 @@ class Engine:
 
     # --- Processes --------------------------------------------------------------------------------
 
-    def run(self, *arguments: str) -> Program:
-        """Start ``python -m …`` on this engine."""
+    def run(self, *arguments: str, folder: Path | None = None) -> Program:
+        """Start ``python -m …`` on this engine.
+
+        :param folder: whose code it runs; by default this repository's.
+        """
         log = self._logs / f"{len(self.programs):03}-{arguments[0].rpartition('.')[2]}.log"
-        program = Program(arguments, self.environment(), log)
+        program = Program(arguments, self.environment(), log, folder)
         self.programs.append(program)
         return program
 
@@ -198,18 +201,20 @@ class Engine:
         return worker
 
     def freeze(self, worker: Program) -> None:
-        """Stop a worker, but not while it reads or writes a file of SQLite: nobody could use that,
-        and what is asked here is what others do meanwhile."""
+        """Stop a worker, but not while it has locked the file of SQLite, or rows of MariaDB: nobody
+        could use these, and what is asked here is what others do meanwhile."""
 
         def stopped() -> bool:
             worker.freeze()
             try:
-                if connections[ALIAS].vendor == "sqlite":
-                    with connections[ALIAS].cursor() as cursor:
+                with connections[ALIAS].cursor() as cursor:
+                    if connections[ALIAS].vendor == "sqlite":
                         cursor.execute("PRAGMA busy_timeout = 200")
                         # Who reads keeps others from committing, and these everybody from reading.
                         cursor.execute("BEGIN EXCLUSIVE")
                         cursor.execute("ROLLBACK")
+                    if connections[ALIAS].vendor == "mysql":
+                        raise_if_rows_stay_locked(cursor)
             except OperationalError:
                 worker.thaw()
                 raise
@@ -340,3 +345,17 @@ class Engine:
         return "\n\n".join(
             f"--- {program}\n{program.log_tail()}" for program in self.programs[-12:]
         )
+
+
+def raise_if_rows_stay_locked(cursor: Any) -> None:
+    """Raise where a transaction of MariaDB holds locks for longer than those of workers last."""
+
+    def locking() -> set[Any]:
+        transactions = "information_schema.innodb_trx"
+        cursor.execute(f"SELECT trx_id FROM {transactions} WHERE trx_lock_structs > 0")
+        return set(cursor.fetchall())
+
+    before = locking()
+    time.sleep(0.3)
+    if before & locking():
+        raise OperationalError("A transaction has locked rows")

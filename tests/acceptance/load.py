@@ -96,10 +96,12 @@ class Load:
     :param rate: jobs a second, about.
     :param long: let some jobs take long, so that there is something to interrupt at any moment. Not
         for SQLite, where nobody else writes while they run.
+    :param prefix: what the names of its jobs begin with.
     """
 
-    def __init__(self, rate: float = 100.0, *, long: bool = False) -> None:
+    def __init__(self, rate: float = 100.0, *, long: bool = False, prefix: str = "job") -> None:
         self._pause = 1 / rate
+        self._prefix = prefix
         self._kinds = [*KINDS, *KINDS, _long] if long else KINDS
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="load")
@@ -128,7 +130,7 @@ class Load:
         number = 0
         try:
             while not self._stopping.is_set():
-                self._enqueue(self._kinds[number % len(self._kinds)], f"job-{number}")
+                self._enqueue(self._kinds[number % len(self._kinds)], f"{self._prefix}-{number}")
                 number += 1
                 time.sleep(self._pause)  # the pace of the load, nothing waits for it
         except BaseException as error:

@@ -1,7 +1,7 @@
 """A project as ``startproject`` makes it, with kjo_django and no setting of it.
 
-python -m tests.acceptance.new_project DATABASE kjo_consume
-python -m tests.acceptance.new_project DATABASE enqueue PATH
+python -m tests.acceptance.new_project DATABASE_URL kjo_consume
+python -m tests.acceptance.new_project DATABASE_URL enqueue PATH
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import django
 from django.conf import settings
 
 from tests.acceptance.manage import die_with_parent
+from tests.settings import database
 
 
 def main() -> None:
     die_with_parent()
-    database, command, *arguments = sys.argv[1:]
+    database_url, command, *arguments = sys.argv[1:]
     context = "django.template.context_processors.request"
     settings.configure(
         SECRET_KEY="x" * 50,
         USE_TZ=True,
         ROOT_URLCONF="tests.urls",
-        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": database}},
+        DATABASES={"default": database(database_url)},
         INSTALLED_APPS=[
             "django.contrib.admin",
             "django.contrib.auth",

@@ -13,14 +13,24 @@ LOG_TAIL_LINES = 40
 
 
 class Program:
-    """A process in a session of its own, so that ending it ends its children too."""
+    """A process in a session of its own, so that ending it ends its children too.
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    :param folder: where it runs, and whose code it runs; by default this repository.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path | None = None,
+    ) -> None:
         self.arguments = list(arguments)
         self.log_file = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
+                cwd=folder,
                 env={**environment, "KJO_TEST_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -50,8 +60,13 @@ class Program:
         self._process.send_signal(number)
 
     def freeze(self) -> None:
-        """Stop it as a swapping machine would: it comes back and knows nothing of the time gone."""
+        """Stop it as a swapping machine would: it comes back and knows nothing of the time gone.
+
+        Returns once every thread of it has stopped. On a busy machine some run on for a while
+        after the signal was sent, and may take a lock of the database meanwhile.
+        """
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

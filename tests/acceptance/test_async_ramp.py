@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import Engine
 from tests.ledger import jobs
 
@@ -23,6 +24,7 @@ def outcomes_of_calls(engine: Engine) -> Counter[str]:
     return Counter(engine.jobs.values_list("state", flat=True))
 
 
+@SELDOM_ON_MARIADB
 def test_a_thousand_naive_calls_of_a_slow_server_all_complete(engine: Engine) -> None:
     assert outcomes_of_calls(engine) == {"completed": CALLS}
 

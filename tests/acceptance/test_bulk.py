@@ -8,6 +8,7 @@ from kjo_django.enqueue.job_status import progress_of
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.factories import DeadLetterFactory, JobFactory
 
@@ -38,6 +39,7 @@ def given_dead_letters() -> list[str]:
     return names
 
 
+@SELDOM_ON_MARIADB
 def test_a_replay_whose_worker_is_killed_goes_on_and_replays_each_once(engine: Engine) -> None:
     # Given a worker that replays dead letters, at a pace
     engine.configure(OPERATIONS_QUEUE="ledger")

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.acceptance.conftest import MARIADB, REAL
+from tests.acceptance.conftest import MARIADB, MYSQL, REAL
 from tests.acceptance.engine import Engine
 from tests.acceptance.load import Load
 from tests.acceptance.program import Program
@@ -53,6 +53,7 @@ def kill_again_and_again(engine: Engine, kills: int) -> int:
     [
         ("embedded", 6),
         pytest.param("mariadb", 6, marks=MARIADB.marks),
+        pytest.param("mysql", 6, marks=MYSQL.marks),
         pytest.param("real", 12, marks=REAL.marks),
     ],
 )

@@ -110,7 +110,9 @@ def kill_a_replay(service: Engine, count: int) -> None:
     drain(service)
     letters = [letter(service, number) for number in range(count)]
     DeadLetter.objects.using(ALIAS).bulk_create(letters, batch_size=500)
-    replay = service.manage("kjo_replay_dlq")
+    # Many are replayed together; at a rate they are replayed one by one.
+    pace = ["--rate", "100"] if count < 10_000 else []
+    replay = service.manage("kjo_replay_dlq", *pace)
     service.wait_until(
         lambda: service.dead_letters.filter(state="replayed").count() >= count // 2,
         "The replay did not get half-way",

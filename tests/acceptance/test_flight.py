@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import Engine
 from tests.ledger import jobs
 
@@ -58,6 +59,7 @@ def test_a_crash_costs_an_attempt_and_nothing_is_lost(engine: Engine) -> None:
     assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
 
 
+@SELDOM_ON_MARIADB
 def test_what_was_in_flight_in_a_dead_worker_comes_back_beside_what_is_new(engine: Engine) -> None:
     # Given a worker that dies with many in flight
     first = engine.ready_worker()

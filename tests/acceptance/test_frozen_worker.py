@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from kjo_django.messages.serializers import load_result
 from kjo_django.models import ProcessedEvent
-from tests.acceptance.engine import ALIAS, Engine
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
+from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
 from tests.acceptance.test_shutdown import let_go, started
 from tests.ledger import jobs
@@ -55,6 +57,7 @@ def test_a_frozen_worker_loses_its_job(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.medium("real")
+@SELDOM_ON_MARIADB
 def test_a_frozen_worker_comes_back_after_all_is_done(engine: Engine, tmp_path: Path) -> None:
     # Given a job taken over from a frozen worker and done
     path = tmp_path / "job"
@@ -96,3 +99,30 @@ def test_a_frozen_transaction(real: Engine, tmp_path: Path) -> None:
     real.settle()
     assert [frozen.stop(), other.stop()] == [0, 0]
     real.assert_each_ran_once(["job"])
+
+
+@pytest.mark.mariadb
+def test_a_frozen_transaction_that_mariadb_ends(mariadb: Engine, tmp_path: Path) -> None:
+    """With ``idle_transaction_timeout`` nobody waits until the worker is back."""
+    # Given workers whose sessions the server ends when they idle in a transaction
+    url = mariadb.servers.database_url
+    command = quote("SET SESSION idle_transaction_timeout = 4")
+    mariadb.servers = Servers(f"{url}?init_command={command}")
+    mariadb.configure(PROCESSING_TTL=2)
+    # And one that is frozen in a handler's transaction
+    path = tmp_path / "job"
+    frozen = mariadb.ready_worker("--concurrency", "2")
+    jobs.wait_for.enqueue(job="job", path=str(path))
+    mariadb.wait_until(lambda: started(path, frozen.pid), "The first worker did not start it")
+    frozen.freeze()
+    let_go(path)
+    # When another works
+    other = mariadb.worker("--concurrency", "2")
+    # Then it completes the job meanwhile
+    mariadb.wait_until(lambda: mariadb.jobs.filter(state="completed").exists(), "It never ran", 30)
+    assert started(path, other.pid)
+    # And what the first one did in its transaction never was
+    frozen.thaw()
+    mariadb.settle()
+    assert [frozen.stop(), other.stop()] == [0, 0]
+    mariadb.assert_each_ran_once(["job"])

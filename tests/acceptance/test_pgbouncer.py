@@ -124,6 +124,7 @@ def test_nobody_can_listen(engine: Engine, pooler: PgBouncerServer) -> None:
         get_coordination().listen(["calls"])
     # Then workers poll, and say why, once
     worker = engine.ready_worker()
+    engine.wait_until(lambda: "LISTEN_DATABASE" in worker.log, "It does not say why")
     jobs.write.enqueue(job="polled")
     engine.settle()
     assert worker.stop() == 0, worker.log_tail()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kjo_django.operations import queues
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import Engine
 from tests.ledger import jobs
 
 pytestmark = pytest.mark.timeout(180)
 
 
+@SELDOM_ON_MARIADB
 def test_a_running_worker_obeys_new_limits_also_for_jobs_enqueued_before(engine: Engine) -> None:
     # Given a worker, and a job of five attempts that waits for its second one
     engine.configure(BACKOFF_BASE=3, BACKOFF_JITTER=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import Engine
 from tests.acceptance.load import Load
 from tests.acceptance.program import Program
@@ -30,6 +31,7 @@ def wait_until_all_work(engine: Engine, *workers: Program) -> None:
     assert all(worker.is_running for worker in workers)
 
 
+@SELDOM_ON_MARIADB
 def test_workers_join_and_leave_under_load(engine: Engine) -> None:
     with Load(rate=60) as load:
         # Given a worker at work
@@ -53,6 +55,7 @@ def test_workers_join_and_leave_under_load(engine: Engine) -> None:
     engine.assert_each_ran_once(load.expected, unsure=load.unsure)
 
 
+@SELDOM_ON_MARIADB
 def test_a_group_grows_and_shrinks_while_a_long_job_runs(engine: Engine, tmp_path) -> None:
     """A rebalance waits for long jobs for a bounded time; their effects stay single."""
     # Given a worker in the middle of a long job (on SQLite one that lets others write)

@@ -16,6 +16,7 @@ from kjo_django.enqueue.storing import record_of
 from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.ledger import jobs
 
@@ -53,6 +54,7 @@ def test_a_relay_killed_between_publish_and_record(real: Engine, batches: int) -
 
 
 @pytest.mark.medium("real")
+@SELDOM_ON_MARIADB
 def test_copies_of_a_message_that_fails_at_first(engine: Engine) -> None:
     """Both copies in one group: the marker of the failed one must not make its retry a duplicate
     (found by killing workers on the real engine)."""
@@ -79,6 +81,7 @@ def test_copies_of_a_message_that_fails_at_first(engine: Engine) -> None:
     assert engine.failures.count() == 50
 
 
+@SELDOM_ON_MARIADB
 def test_a_stale_copy_before_the_retry(engine: Engine) -> None:
     """A late copy of attempt 1 in one group with attempt 2: the copy is dropped, the retry runs."""
     # Given a handler known to be quick

@@ -12,7 +12,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.models import Schedule
-from tests.acceptance.conftest import MARIADB, POSTGRES
+from tests.acceptance.conftest import MARIADB, MYSQL, POSTGRES
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
 
@@ -38,7 +38,7 @@ def ticks_of(engine: Engine) -> dict[str, list[datetime]]:
     return {name: sorted(found) for name, found in ticks.items()}
 
 
-@pytest.mark.parametrize("kind", ["embedded", POSTGRES, MARIADB])
+@pytest.mark.parametrize("kind", ["embedded", POSTGRES, MARIADB, MYSQL])
 def test_four_schedulers_that_are_killed(kind: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(kind)
     # Given a tick of each schedule in each second

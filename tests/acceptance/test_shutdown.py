@@ -12,6 +12,7 @@ import pytest
 
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.states import OPEN
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.load import Load
 from tests.acceptance.program import Program
@@ -78,6 +79,7 @@ def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -
 
 
 @pytest.mark.medium("embedded")
+@SELDOM_ON_MARIADB
 def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
     # Given a worker that waits for a job
     worker = engine.ready_worker()
@@ -98,6 +100,7 @@ def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
     engine.assert_each_ran_once(["long"])
 
 
+@SELDOM_ON_MARIADB
 def test_a_job_longer_than_the_grace_period(engine: Engine, tmp_path: Path) -> None:
     # Given a worker in the middle of a job that takes longer than it will be given
     engine.configure(SHUTDOWN_GRACE=0.5)
@@ -162,6 +165,7 @@ def test_drain(engine: Engine) -> None:
     assert engine.jobs.filter(state__in=OPEN).count() == 1
 
 
+@SELDOM_ON_MARIADB
 def test_max_messages(engine: Engine) -> None:
     # Given more jobs than the worker may take
     names = [f"job-{number}" for number in range(40)]
@@ -209,6 +213,7 @@ def test_a_killed_child_is_replaced(engine: Engine) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no process can be pinned here")
+@SELDOM_ON_MARIADB
 def test_pinned_processes_die_and_are_restarted_one_by_one_under_load(engine: Engine) -> None:
     """Issue 19, item 5: nothing is lost, and nobody else stops."""
 

@@ -21,7 +21,7 @@ from kjo_django.models import Job, WorkflowEdge, WorkflowStage
 from kjo_django.models import Workflow as Row
 from kjo_django.states import OPEN_WORKFLOWS, JobState
 from kjo_django.workflows.snapshots import snapshot
-from tests.acceptance.conftest import REAL
+from tests.acceptance.conftest import REAL, SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.ledger import jobs
 
@@ -114,12 +114,14 @@ def kill_while_workflows_run(engine: Engine, workflows: int, steps: int, kills: 
 
 @pytest.mark.medium("real")
 @pytest.mark.timeout(400)
+@SELDOM_ON_MARIADB
 def test_workflows_whose_workers_are_killed(engine: Engine, record_property: Any) -> None:
     record_property("steps", kill_while_workflows_run(engine, 6, 25, 4))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@SELDOM_ON_MARIADB
 def test_workflows_of_two_hundred_steps_whose_workers_are_killed(engine: Engine) -> None:
     kill_while_workflows_run(engine, 12, 200, 30)
 

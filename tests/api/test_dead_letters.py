@@ -13,9 +13,10 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from kjo_django.api import paging
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, Job
-from kjo_django.operations import bulk, dead_letters
+from kjo_django.operations import bulk
 from kjo_django.testing import drain, run_job
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
@@ -166,7 +167,7 @@ def test_while_the_broker_is_away_it_stays_open(
     def refuse(*arguments: Any) -> None:
         raise PublishError("no broker")
 
-    monkeypatch.setattr(dead_letters, "publish_one", refuse)
+    monkeypatch.setattr(storing, "publish", refuse)
     letter = DeadLetterFactory()
     assert "no broker" in problem_of(operator.post(url(letter, "replay")), 503)["detail"]
     assert DeadLetter.objects.get().state == "open"

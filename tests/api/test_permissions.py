@@ -263,7 +263,7 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "letter": DeadLetterFactory(of_job=True).pk,
         "erasure": start_erasure(Person.of(keys=["customer-7"]), actor="ops").pk,
         "worker": WorkerFactory().pk,
-        "quiet": WorkerFactory(wish="quiet").pk,
+        "quiet": WorkerFactory(asked_to="quiet").pk,
         "torn": ended(loads=1, fails=True).pk,
         "workflow": imported(loads=1).pk,
         "schedule": nightly("one").pk,

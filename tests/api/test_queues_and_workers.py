@@ -119,9 +119,9 @@ def test_a_worker_is_asked_once(operator: APIClient) -> None:
     worker = WorkerFactory()
     for outcome in ("asked", "unchanged"):
         told = operator.post(f"/kjo/workers/{worker.pk}/quiet/").json()
-        assert (told["outcome"], told["worker"]["wish"]) == (outcome, "quiet")
+        assert (told["outcome"], told["worker"]["asked_to"]) == (outcome, "quiet")
     told = operator.post(f"/kjo/workers/{worker.pk}/unquiet/").json()
-    assert (told["outcome"], told["worker"]["wish"]) == ("asked", "")
+    assert (told["outcome"], told["worker"]["asked_to"]) == ("asked", "")
     assert LogEntry.objects.count() == 2
 
 
@@ -129,7 +129,7 @@ def test_a_stop_is_not_undone(operator: APIClient) -> None:
     worker = WorkerFactory()
     operator.post(f"/kjo/workers/{worker.pk}/stop/")
     problem_of(operator.post(f"/kjo/workers/{worker.pk}/unquiet/"), 409)
-    assert Worker.objects.get().wish == "stop"
+    assert Worker.objects.get().asked_to == "stop"
 
 
 def test_one_that_is_gone_cannot_be_asked(operator: APIClient) -> None:
@@ -189,13 +189,15 @@ def test_metrics_tell_what_was_done(login: Login) -> None:
     MetricBucketFactory(queue="mails", handler="shop.send", completed_count=4)
     told = client.get("/kjo/metrics/", {"length": 600}).json()
     assert (told["width_seconds"], len(told["points"])) == (60, 10)
-    assert told["points"][-1]["completed"] == told["totals"]["completed"] == 7
+    # A minute may end between the work and a request: then the last point but one is theirs.
+    assert max(point["completed"] for point in told["points"][-2:]) == 7
+    assert told["totals"]["completed"] == 7
     told = client.get("/kjo/metrics/", {"queue": "mails"}).json()
-    assert told["points"][-1]["completed"] == 4
+    assert max(point["completed"] for point in told["points"][-2:]) == 4
     queues = client.get("/kjo/metrics/queues/").json()["results"]
     assert {row["name"]: row["completed"] for row in queues} == {"default": 3, "mails": 4}
     handlers = client.get("/kjo/metrics/handlers/").json()["results"]
-    assert {row["name"]: row["sparkline"][-1] for row in handlers} == {
+    assert {row["name"]: max(row["sparkline"][-2:]) for row in handlers} == {
         "shop.send": 4,
         "tests.add": 3,
     }

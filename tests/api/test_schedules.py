@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -58,6 +59,7 @@ def test_one_is_added_and_read(superuser: APIClient, greet: Any) -> None:
         ({"job": "no.such"}, "job"),
         ({"payload": []}, "payload"),
         ({"payload": {"nosuch": 1}}, "payload"),
+        ({"payload": {"name": json.loads("[" * 30 + "]" * 30)}}, "payload"),
         ({"every": 0}, "every"),
         ({"every": 60}, ""),
         ({"at": "2030-01-01T00:00:00"}, "at"),

@@ -412,6 +412,14 @@ class _Catalogue:
                 against="Celery's chain on Redis alone" if is_real else "",
             ),
             Case(
+                "chain.database_only",
+                self.engine,
+                Step("measures.chain.run_database_only", {"count": 100, "has_celery": is_real}),
+                most_rounds=1,
+                about="the same of jobs declared database_only",
+                against="Celery's chain on Redis alone" if is_real else "",
+            ),
+            Case(
                 "memory",
                 self.engine,
                 self._ours("no_op", self.sizes.memory),

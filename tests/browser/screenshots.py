@@ -1,6 +1,9 @@
-"""Pictures of every screen of the dashboard: light, dark, and as wide as a telephone.
+"""Pictures of every screen of the dashboard: light and dark, 1280 and 390 px wide.
 
-    python -m tests.browser.screenshots [--to DIRECTORY]
+    python -m tests.browser.screenshots [--to DIRECTORY] [--two-databases]
+
+With ``--two-databases`` the queue `stock` has a database of its own, so each screen shows the
+choice of the database; pages whose names end with ``2`` are those of the second one.
 
 The example shop runs its demo on SQLite; a day of figures is added, since pictures of a minute
 would show empty charts. Needs Chromium (`python -m tests` installs it on Debian).
@@ -27,7 +30,7 @@ from tests.services.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 WIDE, NARROW = (1280, 800), (390, 800)
-LOOKS = (("light", WIDE), ("dark", WIDE), ("light", NARROW))
+LOOKS = (("light", WIDE), ("dark", WIDE), ("light", NARROW), ("dark", NARROW))
 TALLEST = 1600
 HANDLERS = (("emails", "shop.send_confirmation", 240), ("stock", "shop.reserve_stock", 210))
 HANDLERS += (("invoices", "shop.write_invoice", 150),)
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Take the pictures; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.browser.screenshots")
     parser.add_argument("--to", type=Path, default=Path("screenshots"), help="directory")
+    parser.add_argument("--two-databases", action="store_true", help="show the choice of one")
     options = parser.parse_args(arguments)
     options.to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -44,14 +48,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["KJO_EXAMPLE_MAIL"] = str(Path(directory) / "mail")
         os.environ["DJANGO_SETTINGS_MODULE"] = "example_project.settings"
         subprocess.run([*manage(), "demo", "--orders", "400"], cwd=ROOT, check=True)
-        prepare()
+        if options.two_databases:
+            os.environ["KJO_EXAMPLE_SECOND_DB"] = str(Path(directory) / "jobs2.sqlite3")
+            os.environ["DJANGO_SETTINGS_MODULE"] = "tests.browser.two_databases"
+            subprocess.run([*manage(), "migrate", "--database", "jobs2"], cwd=ROOT, check=True)
+        prepare(has_two_databases=options.two_databases)
         port = free_port()
         server = ("runserver", "--noreload", f"127.0.0.1:{port}")
         with running("kjo_consume", "--status-interval", "0"), running(*server):
             wait_for(port)
             for scheme, (width, height) in LOOKS:
                 with chromium.running(width=width, height=height, scheme=scheme) as browser:
-                    photograph(browser, f"http://127.0.0.1:{port}/admin", options.to, scheme, width)
+                    photograph(
+                        browser,
+                        f"http://127.0.0.1:{port}/admin",
+                        options.to,
+                        scheme,
+                        width,
+                        has_two_databases=options.two_databases,
+                    )
     return 0
 
 
@@ -81,7 +96,7 @@ def wait_for(port: int) -> None:
     raise SystemExit("error: the site never came up")
 
 
-def prepare() -> None:
+def prepare(*, has_two_databases: bool) -> None:
     """Add an operator, and a day of figures before now, the same every time."""
     import django
 
@@ -89,7 +104,8 @@ def prepare() -> None:
     from django.contrib.auth.models import User
     from django.utils import timezone
 
-    from example_project.shop.jobs import write_invoice
+    from example_project.shop.jobs import adjust_stock, write_invoice
+    from example_project.shop.models import Order
     from kjo_django.limits.control import set_limit
     from kjo_django.models import MetricBucket, MetricRollup, Worker
     from kjo_django.operations import schedules
@@ -108,6 +124,9 @@ def prepare() -> None:
     )
     for number in range(4):
         write_invoice.enqueue(order_id=1, invoice_number=str(number))
+    if has_two_databases:
+        for order in Order.objects.order_by("pk")[:60]:
+            adjust_stock.enqueue(order_id=order.pk, stock_code=order.stock_code)
     now = timezone.now().replace(second=0, microsecond=0)
     chance = random.Random(7)
     worker = Worker.objects.first()
@@ -142,7 +161,9 @@ def prepare() -> None:
         model.objects.bulk_create([r for r in rows if type(r) is model], ignore_conflicts=True)
 
 
-def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
+def photograph(  # type: ignore[no-untyped-def]
+    browser, admin: str, to: Path, scheme: str, width: int, *, has_two_databases: bool
+) -> None:
     """Log in and take every screen, as high as its content."""
     from kjo_django.models import NEVER, DeadLetter, Job, Schedule, Workflow
     from kjo_django.personal_data.erasure import ERASE
@@ -190,13 +211,16 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
         "personal-data": "personal-data/",
         "erasure": f"personal-data/{erasure.pk}/",
     }
+    if has_two_databases:
+        for name in ("", "queues", "jobs", "dead-letters", "limits", "schedules", "consumers"):
+            screens[f"{name or 'overview'}2"] = f"{name and name + '/'}?database=jobs2"
+        screens["overview-again"] = "?database=default"
     for name, path in screens.items():
         chromium.look(browser, width=width, height=800, scheme=scheme)
         browser.get(f"{admin}/kjo_django/dashboard/{path}")
         height = browser.execute_script("return document.documentElement.scrollHeight")
         chromium.look(browser, width=width, height=min(height, TALLEST), scheme=scheme)
-        kind = "narrow" if width < 600 else scheme
-        file = to / f"{name}-{kind}.png"
+        file = to / f"{name}-{width}-{scheme}.png"
         browser.save_screenshot(str(file))
         print(file)
 

@@ -75,6 +75,9 @@ async def so_it_is_in_asynchronous_code() -> None:
 def options_are_known_and_keep_the_function() -> None:
     refund.using(delay=60, debounce_max=timedelta(hours=1)).enqueue(order_id=7)
     refund.using(delay=60).enqueue(order_id="7")  # type: ignore[arg-type]
+    refund.using(dealy=60)  # type: ignore[call-arg]
+    refund.using(priority="high")  # type: ignore[arg-type]
+    refund.using(on_conflict="ignore")  # type: ignore[arg-type]
     job(retries=3)  # type: ignore[call-overload]
     job(max_attempts="3")  # type: ignore[call-overload]
 

@@ -1,4 +1,4 @@
-"""Databases for the suites: SQLite, PostgreSQL and MariaDB, with real transactions."""
+"""Databases for the suites: SQLite, PostgreSQL, MariaDB and MySQL, with real transactions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from django.db import connections
 
 from tests.conformance.databases import (
     MARIADB,
+    MYSQL,
     POSTGRES,
     SQLITE,
     added_database,
@@ -52,6 +53,12 @@ def _mariadb_database(mariadb_url: str, django_db_blocker: Any) -> Iterator[str]
         yield alias
 
 
+@pytest.fixture(scope="session")
+def _mysql_database(mysql_url: str, django_db_blocker: Any) -> Iterator[str]:
+    with django_db_blocker.unblock(), added_database(MYSQL, settings_of(mysql_url)) as alias:
+        yield alias
+
+
 def _use(alias: str, blocker: Any) -> Iterator[str]:
     with blocker.unblock():
         empty_tables(alias)
@@ -75,3 +82,9 @@ def postgres_alias(_postgres_database: str, django_db_blocker: Any) -> Iterator[
 def mariadb_alias(_mariadb_database: str, django_db_blocker: Any) -> Iterator[str]:
     """An empty MariaDB database."""
     yield from _use(_mariadb_database, django_db_blocker)
+
+
+@pytest.fixture
+def mysql_alias(_mysql_database: str, django_db_blocker: Any) -> Iterator[str]:
+    """An empty MySQL database."""
+    yield from _use(_mysql_database, django_db_blocker)

@@ -1,7 +1,7 @@
 """A process of its own on a database, for the tests of several.
 
 python -m tests.conformance.database_process '<settings as JSON>' publish TOPIC COUNT
-... consume TOPIC GROUP UNTIL    acknowledges; prints one "key value" line each, until idle
+... consume TOPIC GROUP IDLE     prints "subscribed"; acknowledges; prints a line each, until idle
 ... hold TOPIC GROUP             claims, prints "held <n>" and never comes back
 """
 
@@ -56,6 +56,7 @@ def consume(topic: str, group: str, idle: str) -> None:
     subscription = DatabaseTransport("process", {}).subscribe(
         [topic], group, lease=timedelta(seconds=30)
     )
+    print("subscribed", flush=True)
     until = time.monotonic() + 40  # whoever publishes may take long to start
     turn = 0
     while time.monotonic() < until:

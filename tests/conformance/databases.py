@@ -18,6 +18,7 @@ from kjo_django.models import Lease, Mark, TransportMessage, TransportSubscripti
 SQLITE = "kjo_sqlite_file"
 POSTGRES = "kjo_postgres"
 MARIADB = "kjo_mariadb"
+MYSQL = "kjo_mysql"
 
 
 def sqlite_settings(path: Path) -> dict[str, Any]:

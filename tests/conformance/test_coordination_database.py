@@ -1,5 +1,5 @@
 """The database coordination passes the suite of every coordination, on SQLite,
-PostgreSQL and MariaDB."""
+PostgreSQL, MariaDB and MySQL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kjo_django.models import Lease, Mark
 from kjo_django.store.base import Store
 from kjo_django.store.sqlite import SqliteStore
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
-from tests.conformance.databases import MARIADB, POSTGRES, SQLITE
+from tests.conformance.databases import MARIADB, MYSQL, POSTGRES, SQLITE
 
 
 class DatabaseCoordinationConformance(CoordinationConformance):
@@ -129,6 +129,12 @@ class TestOldSqlite(DatabaseCoordinationConformance):
 @pytest.mark.usefixtures("mariadb_alias")
 class TestMariaDb(DatabaseCoordinationConformance):
     alias = MARIADB
+
+
+@pytest.mark.mysql
+@pytest.mark.usefixtures("mysql_alias")
+class TestMySql(DatabaseCoordinationConformance):
+    alias = MYSQL
 
 
 @pytest.mark.postgres

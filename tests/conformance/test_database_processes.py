@@ -26,6 +26,8 @@ from tests.conformance.databases import added_database
 from tests.databases import migrate
 from tests.services import PostgresServer
 from tests.services.fixtures import require
+from tests.services.mariadb import MariaDbServer
+from tests.services.mysql import MySqlServer
 from tests.settings import database as settings_of
 
 
@@ -34,6 +36,7 @@ from tests.settings import database as settings_of
         "sqlite",
         pytest.param("postgres", marks=pytest.mark.postgres),
         pytest.param("mariadb", marks=pytest.mark.mariadb),
+        pytest.param("mysql", marks=pytest.mark.mysql),
     ],
 )
 def alias(request: pytest.FixtureRequest) -> str:
@@ -66,6 +69,8 @@ def start(alias: str) -> Iterator[Any]:
 def test_two_processes_drain_what_a_third_publishes(alias: str, start: Any) -> None:
     """Each record once, and each key in order, whoever got it (promise 1; DESIGN 5)."""
     consumers = [start("consume", "shared", "group", "3") for _ in "ab"]
+    for consumer in consumers:
+        assert consumer.stdout.readline() == "subscribed\n", consumer.communicate()[1]
     subscribed = DatabaseTransport("test", {"DATABASE": alias})
     # What is published before a group is known is adopted by it a moment later, out of turn.
     groups = TransportSubscription.objects.using(alias).filter(topic="shared")
@@ -113,23 +118,32 @@ def test_rows_of_a_killed_worker_come_back(alias: str, start: Any) -> None:
     subscription.close()
 
 
+POSTGRES = pytest.param(PostgresServer, marks=pytest.mark.postgres, id="postgres")
+MARIADB = pytest.param(MariaDbServer, marks=pytest.mark.mariadb, id="mariadb")
+MYSQL = pytest.param(MySqlServer, marks=pytest.mark.mysql, id="mysql")
+
+
 @pytest.mark.large
-@pytest.mark.postgres
 class TestRestarts:
     """A server of its own, to be stopped under its clients."""
 
-    @pytest.fixture
-    def server(self, django_db_setup: None, django_db_blocker: Any) -> Iterator[PostgresServer]:
-        require(postgres=True)
+    @pytest.fixture(params=[POSTGRES])
+    def server(
+        self, request: pytest.FixtureRequest, django_db_setup: None, django_db_blocker: Any
+    ) -> Iterator[PostgresServer | MariaDbServer]:
+        require(**{request.param.name: True})
         with (
-            PostgresServer() as server,
+            request.param() as server,
             django_db_blocker.unblock(),
             added_database("kjo_restarting", settings_of(server.url)),
         ):
             migrate(settings_of(server.url))
             yield server
 
-    def test_a_subscription_survives_a_restart(self, server: PostgresServer) -> None:
+    @pytest.mark.parametrize("server", [POSTGRES, MARIADB, MYSQL], indirect=True)
+    def test_a_subscription_survives_a_restart(
+        self, server: PostgresServer | MariaDbServer
+    ) -> None:
         transport = DatabaseTransport("test", {"DATABASE": "kjo_restarting"})
         subscription = transport.subscribe(["t"], "group")
         transport.publish([OutgoingRecord("t", b"1", b"k"), OutgoingRecord("t", b"2", b"k")])

@@ -238,7 +238,7 @@ def speaking(settings, bench, monkeypatch):
     monkeypatch.setattr(made.pipeline, "_listeners", [made.outcomes.extend, send_signals])
     yield made
     made.close()
-    for signal in (signals.job_completed, signals.job_retried, signals.job_cancelled):
+    for signal in (signals.job_completed, signals.job_cancelled):
         signal.disconnect(dispatch_uid="kjo_log_jobs")
 
 
@@ -279,8 +279,27 @@ def test_a_dead_letters_line_names_handler_queue_attempt_and_seconds(bench, line
     job_id = ledger.refuse.enqueue(job="a").job_id
     bench.run()
     (found,) = [r for r in lines.records if "Dead-lettered" in r.getMessage()]
-    which = f"Dead-lettered ledger.refuse {job_id} (queue ledger, attempt 1, "
-    assert re.match(re.escape(which) + r"\d\.\d{3} s\): ", found.getMessage())
+    which = f"Dead-lettered ledger.refuse {job_id} (queue ledger, attempt 1) in "
+    assert re.match(re.escape(which) + r"\d\.\d{3} s: ", found.getMessage())
+    assert found.seconds >= 0
+
+
+def test_a_failed_attempt_is_logged_without_any_setting(bench, lines):
+    # Given a handler that fails once, and no middleware
+    def fails_once():
+        if not of_jobs(lines):
+            raise ValueError("not\nyet")
+
+    job_id = as_job(fails_once, "bench.pay", max_attempts=2).enqueue().job_id
+    # When
+    bench.run_until_done()
+    # Then one line says what failed and when it runs again
+    (found,) = of_jobs(lines)
+    failed = re.escape(f"Failed bench.pay {job_id} (queue ledger, attempt 1) in ")
+    expected = failed + r"\d\.\d{3} s, again at [\d-]{10} [\d:]{8} UTC: ValueError: not\\nyet"
+    assert re.fullmatch(expected, found.getMessage())
+    assert found.levelname == "WARNING"
+    assert found.job_id == str(job_id) and found.attempt == 1 and found.seconds >= 0
 
 
 def test_a_logger_that_takes_no_information_costs_no_start_and_no_completion(speaking, lines):

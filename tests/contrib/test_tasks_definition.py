@@ -49,7 +49,7 @@ def test_using_takes_them_too_and_nothing_else(tasks: Any) -> None:
         ("unique_id", "x" * 256),
         ("key", 7),
         ("expires", timedelta(0)),
-        ("result_ttl", 60),
+        ("result_ttl", 0),
         ("atomic", 1),
         ("unique_for", -1),
         ("unique_by", 7),

@@ -64,7 +64,7 @@ def test_an_action_takes_a_post_with_a_token_only(operator, screen):
     job.refresh_from_db()
     worker.refresh_from_db()
     workflow.refresh_from_db()
-    assert (job.generation, job.state, worker.wish) == (1, "pending", "")
+    assert (job.generation, job.state, worker.asked_to) == (1, "pending", "")
     assert (workflow.state, workflow.deadline) == ("running", None)
     assert not QueueControl.objects.exists()
 
@@ -134,9 +134,9 @@ def test_changing_a_policy_needs_the_permission(operator):
 def test_a_worker_is_quieted_and_stopped(operator, told):
     worker = WorkerFactory()
     client = operator("view_dashboard", "control_worker")
-    for name, wish in (("quiet", "quiet"), ("unquiet", ""), ("stop", "stop")):
+    for name, asked_to in (("quiet", "quiet"), ("unquiet", ""), ("stop", "stop")):
         client.post(url(f"worker_{name}", worker.pk), follow=True)
-        assert Worker.objects.get().wish == wish
+        assert Worker.objects.get().asked_to == asked_to
     said = texts(client.post(url("worker_stop", worker.pk), follow=True))
     assert said == ["1 needed no change."]
     assert len(written()) == 3

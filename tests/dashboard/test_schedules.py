@@ -83,6 +83,13 @@ def test_the_list_is_searched_filtered_and_paged(operator, monkeypatch):
     assert shown("?state=nosuch&q=%00b") == ["b"]
 
 
+def test_the_list_shows_the_next_run_by_the_clocks_of_the_schedule(operator):
+    row = nightly(timezone="Europe/Berlin")
+    Schedule.objects.filter(pk=row.pk).update(next_at=datetime(2026, 7, 6, 1, tzinfo=UTC))
+    page = operator("view_dashboard", "view_schedule").get(url("schedules")).content.decode()
+    assert ">Mon 6 Jul 2026 03:00:00 CEST</time>" in page
+
+
 def test_one_shows_its_next_runs_and_its_last(operator):
     row = nightly(timezone="Europe/Berlin")
     tick = datetime(2026, 1, 5, 2, tzinfo=UTC)

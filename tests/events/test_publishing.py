@@ -6,7 +6,7 @@ import json
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import transaction
+from django.db import connection, transaction
 
 from kjo_django import BaseEvent, publish_event, registry
 from kjo_django.enqueue.storing import carrier_of, store_record
@@ -72,7 +72,9 @@ def test_rolled_back_it_was_never_told(transport) -> None:
 
 def test_directly_it_is_told_at_once(transport) -> None:
     told = publish_event(TOPIC, EVENT, direct=True)
-    assert told.offset is not None
+    # MySQL's INSERT does not say which id it has given.
+    is_told = transport == "memory" or connection.features.can_return_columns_from_insert
+    assert (told.offset is not None) == is_told
     assert Job.objects.count() == 0
     assert len(read_all(TOPIC)) == 1
 

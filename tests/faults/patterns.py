@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -392,6 +393,21 @@ def _two_dead(world: World, process: Process) -> None:
 def replay(world: World, process: Process) -> None:
     with process.unwatched():
         _two_dead(world, process)
+    process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody"))
+    process.work()
+
+
+@scenario("replay-of-others")
+def replay_others(world: World, process: Process) -> None:
+    """Messages that nobody enqueued here are published again."""
+    with process.unwatched():
+        for name in ("f1", "f2", "f3", "f4"):
+            id, type = f"other-{name}".encode(), b"faults.once_mended"
+            value = json.dumps({"job": name}).encode()
+            world.publish(QUEUE, value, name.encode(), kjo_id=id, kjo_type=type)
+            world.promised.append(name)
+        process.work()
+    world.is_mended = True
     process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody"))
     process.work()
 

@@ -17,8 +17,8 @@ from kjo_django import registry
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
-from kjo_django.outbox import relay
 from kjo_django.runtime import jobs_database
+from kjo_django.store.servers import mend_connection
 from kjo_django.worker import Worker
 from tests.faults.boundary import Boundary, Died, within
 
@@ -121,7 +121,7 @@ class Process:
     def _mend(self) -> None:
         """What a thread does with its connection after an error."""
         with within(self.boundary):
-            relay.drop_broken(jobs_database())
+            mend_connection(jobs_database())
 
     # --- What its threads do ----------------------------------------------------------------------
 

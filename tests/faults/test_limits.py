@@ -18,6 +18,7 @@ from kjo_django import job
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, slot_name
 from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.recorder import EndedQueue
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.limits import held
@@ -146,6 +147,74 @@ def test_no_job_starts_later_than_its_permit_where_waiting_for_it_takes_longer_t
     assert next(slept) > 5
     assert len(late) == 20
     assert max(late) <= 0.0
+
+
+@every_engine
+def test_no_job_starts_later_than_its_permit_where_those_before_it_are_settled_slowly(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a database that is slow to take what has ended in a group
+    late: list[float] = []
+    asked: list[Any] = []
+    await_permit, before_handler = Limiter.await_permit, EndedQueue.before_handler
+
+    @job(name="limits.rated", queue=QUEUE, rate="5/s", atomic=False)
+    def call() -> None:
+        late.append(time.monotonic() - asked[-1].permit_until)
+
+    def note_permit(limiter: Limiter, delivery: Any) -> bool:
+        asked.append(delivery)
+        return await_permit(limiter, delivery)
+
+    def settle_slowly(ended: EndedQueue) -> None:
+        before_handler(ended)
+        time.sleep(0.15)
+
+    monkeypatch.setattr(Limiter, "await_permit", note_permit)
+    monkeypatch.setattr(EndedQueue, "before_handler", settle_slowly)
+    workers = Workers(world, 1)
+    call.enqueue_many([{}] * 20)
+    # When
+    workers.run_for(20)
+    # Then
+    assert len(late) == 20
+    assert max(late) <= 0.0
+
+
+@every_engine
+@pytest.mark.parametrize("what", ["sleep", "call"])
+def test_a_rate_is_used_and_kept_on_a_machine_where_everything_takes_long(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    # Given a machine on which every wait, or every call of coordination, takes too long for a start
+    # that would have to come within a twentieth of a second
+    starts: list[float] = []
+
+    @job(name="limits.rated", queue=QUEUE, rate="5/s")
+    def call() -> None:
+        starts.append(time.time())
+
+    if what == "sleep":
+        sleep = time.sleep
+        monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.12))
+    else:
+        reserve = LeaseBook.reserve
+
+        def reserve_slowly(leases: LeaseBook, *asks: Any) -> list[float]:
+            world.clock.advance(0.05)
+            try:
+                return reserve(leases, *asks)
+            finally:
+                world.clock.advance(0.05)
+
+        monkeypatch.setattr(LeaseBook, "reserve", reserve_slowly)
+    workers = Workers(world, 2)
+    call.enqueue_many([{}] * 60)
+    # When
+    workers.run_for(25)
+    # Then the jobs start more slowly, and never too many of them
+    assert len(starts) >= 40
+    assert most_within(starts, 1.0) <= 5
 
 
 @every_engine

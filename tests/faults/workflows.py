@@ -120,6 +120,22 @@ def _chain(world: World, process: Process) -> None:
     process.work()
 
 
+@scenario("workflow-joins")
+def _joins(world: World, process: Process) -> None:
+    """Steps that run in the transaction that has released them; one of them fails once."""
+    flows = _flow(world)
+    names = [f"f{number}" for number in range(5)]
+    endings = ["completed", "completed", "completed", "retried", "completed"]
+    steps = [
+        flows.step("database-only", name, ending)
+        for name, ending in zip(names, endings, strict=True)
+    ]
+    flows.enqueue(process, names, lambda: chain(*steps).enqueue())
+    process.work()
+    world.clock.advance(3)
+    process.work()
+
+
 @scenario("workflow-group")
 def _group(world: World, process: Process) -> None:
     flows = _flow(world)

@@ -162,6 +162,11 @@ def no_op() -> None:
     """Do nothing."""
 
 
+@job(queue="ledger", database_only=True)
+def no_op_only() -> None:
+    """Do nothing, and promise that it is nothing outside the database."""
+
+
 @job(queue="ledger")
 def give(value: object = None) -> object:
     """Return what was given."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import redis
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 
@@ -29,7 +28,7 @@ from kjo_django.states import OPEN
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
 from tests.items.models import Item
-from tests.mixed import invariants, names, trace
+from tests.mixed import invariants, names, sessions, trace
 from tests.mixed.plan import PHASE, Move, Plan
 
 LANES = "8"
@@ -278,40 +277,17 @@ class ProcessStage(Stage):
         with self.disturbing("flush"):
             redis.Redis.from_url(self.engine.servers.redis).flushall()
 
-    @property
-    def _url(self) -> str:
-        return f"{self.engine.servers.database_url}?application_name={STAGE}"
-
     def _do_end_sessions(self, move: Move) -> None:
         """End about half of the sessions of the database."""
-        with (
-            self.disturbing("end_sessions"),
-            psycopg.connect(self._url, autocommit=True) as connection,
-        ):
-            rows = connection.execute(
-                "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
-                f"AND application_name <> '{STAGE}' AND backend_type = 'client backend'"
-            ).fetchall()
-            for (pid,) in rows:
-                if self.random.random() < 0.5:
-                    connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+        with self.disturbing("end_sessions"):
+            sessions.end_some(self.engine.servers.database_url, self.random)
 
     def _do_hold_rows(self, move: Move) -> None:
         """Hold rows of the outbox while they are sent, as other transactions may."""
+        url = self.engine.servers.database_url
         with self.disturbing("hold_rows"), ThreadPoolExecutor(3) as pool:
-            for holding in [pool.submit(self._hold_rows, move.seconds) for _ in range(3)]:
+            for holding in [pool.submit(sessions.hold_rows, url, move.seconds) for _ in range(3)]:
                 holding.result()
-
-    def _hold_rows(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        with psycopg.connect(self._url) as connection:
-            while time.monotonic() < end:
-                rows = connection.execute(
-                    "SELECT id FROM kjo_job WHERE state IN ('pending', 'failing') LIMIT 20 "
-                    "FOR UPDATE SKIP LOCKED"
-                ).fetchall()
-                time.sleep(0.25 if rows else 0.005)
-                connection.rollback()
 
     def stop(self) -> None:
         for program in self._relays:
@@ -327,10 +303,6 @@ class ProcessStage(Stage):
                 if code != 0:
                     self.complaints.append(f"{program} ended with {code}:\n{program.log_tail()}")
         self._starter.shutdown()
-
-
-STAGE = "mixed-stage"
-"""Name of our own sessions on PostgreSQL, which we do not end."""
 
 
 class ThreadStage(Stage):

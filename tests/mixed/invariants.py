@@ -211,13 +211,18 @@ def each_effect_is_there_once(evidence: Evidence) -> Iterator[str]:
         work = evidence.works.get(name)
         if work is None or not work.commits:
             yield f"of something never committed: {evidence.traces_of(name)}"
-        elif expected_end(work) != "completed":
+        elif expected_end(work) != "completed" and not _may_be_uncancelled(evidence, work):
             yield f"of what did not complete: {evidence.traces_of(name)}"
         elif count > 1 and (work.has_one_effect or not _may_repeat(evidence, name)):
             yield f"{count} times: {evidence.traces_of(name)}"
     for work in _promised(evidence):
         if expected_end(work) == "completed" and not evidence.effects[work.name]:
             yield f"missing: {evidence.traces_of(work.name)}"
+
+
+def _may_be_uncancelled(evidence: Evidence, work: Work) -> bool:
+    """Whether the application lost its connection before it would have cancelled what it saved."""
+    return work.end == "cancel" and work.name in evidence.unsure
 
 
 def _may_repeat(evidence: Evidence, name: str) -> bool:

@@ -90,6 +90,8 @@ ENGINES = {
         Engine("memory", "memory", is_sqlite=True, has_processes=False),
         Engine("sqlite", "database", is_sqlite=True),
         Engine("postgres", "database"),
+        Engine("mariadb", "database"),
+        Engine("mysql", "database"),
         Engine("kafka", "kafka", has_redis=True),
         Engine("redis_streams", "redis_streams", has_redis=True),
     )

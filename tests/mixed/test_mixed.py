@@ -23,10 +23,12 @@ MARKS = {
     "memory": [],
     "sqlite": [],
     "postgres": [pytest.mark.postgres],
+    "mariadb": [pytest.mark.mariadb],
     "kafka": [pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres],
     "redis_streams": [pytest.mark.redis, pytest.mark.postgres],
 }
 EVERY = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
+MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
 SEED = os.environ.get("KJO_MIXED_SEED")
 PHASES = int(os.environ.get("KJO_MIXED_PHASES", "2"))
 FIXED = 1
@@ -41,6 +43,9 @@ def servers_of(request: pytest.FixtureRequest, tmp_path: Path, django_db_blocker
             path = tmp_path / "kjo.sqlite3"
             shutil.copyfile(request.getfixturevalue("sqlite_template"), path)
             return Servers(f"sqlite:///{path}")
+        if engine in ("mariadb", "mysql"):
+            request.getfixturevalue(engine)  # empties it
+            return Servers(request.getfixturevalue(f"{engine}_url"))
         url = request.getfixturevalue("database_url")
         if engine == "postgres":
             return Servers(url)
@@ -67,7 +72,7 @@ def run(plan: Plan, servers: Servers, logs: Path) -> None:
             raise AssertionError("\n".join([str(plan), again, *found, engine.report()]))
 
 
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", [*EVERY, MYSQL])
 def test_a_mixed_load(engine: str, servers_of: Any, tmp_path: Path) -> None:
     run(draw(int(SEED or FIXED), engine, PHASES), servers_of(engine), tmp_path)
 
@@ -75,6 +80,7 @@ def test_a_mixed_load(engine: str, servers_of: Any, tmp_path: Path) -> None:
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.postgres
+@pytest.mark.mariadb
 def test_the_mixed_load_of_the_day(servers_of: Any, tmp_path: Path) -> None:
     """Another seed each day, on another engine."""
     day = datetime.now(tz=UTC).toordinal()

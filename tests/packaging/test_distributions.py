@@ -94,6 +94,7 @@ def test_they_say_what_they_are(metadata: Message) -> None:
         "msgpack",
         "metrics",
         "tracing",
+        "registry",
         "fast",
     }
     assert set(metadata.get_all("Provides-Extra", [])) == everything | {"all"}

@@ -464,8 +464,8 @@ def test_the_command_reads_what_no_process_list_is_to_show(monkeypatch: Any) -> 
 @pytest.mark.parametrize(
     ("arguments", "given", "text"),
     [
-        ([], "", "everybody is nobody"),
-        (["--field", "email"], "", "write customer.email=ada@example.org"),
+        ([], "", "give at least one key, id or value"),
+        (["--field", "email"], "", "not PATH=VALUE, such as customer.email="),
         (["--field", "customer..email=7"], "", "A field is a path"),
         (["--key", ""], "", "1 to 1,000 characters"),
         (["--stdin"], "ada", "Expecting value"),
@@ -473,8 +473,8 @@ def test_the_command_reads_what_no_process_list_is_to_show(monkeypatch: Any) -> 
         (["--stdin"], '{"names": []}', "by an object such as"),
         (["--stdin"], '{"keys": [7]}', "1 to 1,000 characters"),
         (["--stdin"], '{"keys": "ada", "fields": []}', "by an object such as"),
-        (["--stdin"], '{"fields": ["email"]}', "write customer.email=ada@example.org"),
-        (["--stdin", "--key", "ada"], "{}", "in place of --key"),
+        (["--stdin"], '{"fields": ["email"]}', "not PATH=VALUE, such as customer.email="),
+        (["--stdin", "--key", "ada"], "{}", "--stdin replaces --key"),
     ],
 )
 def test_the_command_says_what_is_wrong(

@@ -98,7 +98,7 @@ def _forget(queue: Queue) -> None:
 
 
 def _hang_up() -> None:
-    board = waiting._reply_listener
+    board = waiting._reply_listeners.get("default")
     if board is not None:
         board.close()
     connections.close_all()

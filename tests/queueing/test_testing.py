@@ -9,8 +9,9 @@ from datetime import date, timedelta
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connection, transaction
-from django.test import TestCase
+from django.test import TestCase, override_settings
 
 from kjo_django import PermanentError, Queue, Retry, conf, job, registry, signals
 from kjo_django.exceptions import JobFailedError, MessageError, PayloadError
@@ -70,6 +71,7 @@ class InATestCase(TestCase):
         refute_enqueued()
         assert drain().runs == []
 
+    @override_settings(KJO={**settings.KJO, "BACKOFF_BASE": 60})
     def test_an_error_is_raised_and_recorded(self) -> None:
         ledger.write_attempt.enqueue(job="a", fail_times=2)
         with self.assertRaisesRegex(RuntimeError, "attempt 1 fails"):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.db import connection
+from django.db.models import DateTimeField
 
 from kjo_django import job
 from kjo_django.models import Schedule
@@ -160,13 +161,13 @@ CREATE TABLE django_celery_beat_solarschedule
     (id integer PRIMARY KEY, event varchar(24) NOT NULL, latitude decimal NOT NULL,
      longitude decimal NOT NULL);
 CREATE TABLE django_celery_beat_clockedschedule
-    (id integer PRIMARY KEY, clocked_time datetime NOT NULL);
+    (id integer PRIMARY KEY, clocked_time {moment} NOT NULL);
 CREATE TABLE django_celery_beat_periodictask
     (id integer PRIMARY KEY, name varchar(200) NOT NULL UNIQUE, task varchar(200) NOT NULL,
      args text NOT NULL, kwargs text NOT NULL, queue varchar(200), exchange varchar(200),
-     routing_key varchar(200), headers text NOT NULL, priority integer, expires datetime,
-     expire_seconds integer, one_off bool NOT NULL, start_time datetime, enabled bool NOT NULL,
-     last_run_at datetime, total_run_count integer NOT NULL, date_changed datetime NOT NULL,
+     routing_key varchar(200), headers text NOT NULL, priority integer, expires {moment},
+     expire_seconds integer, one_off bool NOT NULL, start_time {moment}, enabled bool NOT NULL,
+     last_run_at {moment}, total_run_count integer NOT NULL, date_changed {moment} NOT NULL,
      description text NOT NULL, interval_id integer, crontab_id integer, solar_id integer,
      clocked_id integer);
 INSERT INTO django_celery_beat_intervalschedule VALUES (1, 10, 'minutes'), (2, 5, 'microseconds');
@@ -176,6 +177,11 @@ INSERT INTO django_celery_beat_crontabschedule VALUES
 INSERT INTO django_celery_beat_solarschedule VALUES (1, 'sunset', 1, 2);
 INSERT INTO django_celery_beat_clockedschedule VALUES (1, '2031-01-01 00:00:00');
 """
+
+
+def moment_type() -> str:
+    """Return the type of the columns that Django makes for a moment on this database."""
+    return str(DateTimeField().db_type(connection))
 
 
 @pytest.fixture
@@ -203,7 +209,7 @@ def tables(no_tables: None) -> Iterator[Any]:
     }
     with connection.cursor() as cursor:
         for statement in filter(None, DDL.split(";\n")):
-            cursor.execute(statement)
+            cursor.execute(statement.format(moment=moment_type()))
 
         ids = itertools.count(1)
 
@@ -265,9 +271,9 @@ def test_the_tables_of_an_old_release(clock):
     with connection.cursor() as cursor:
         cursor.execute("""CREATE TABLE django_celery_beat_intervalschedule
             (id integer PRIMARY KEY, every integer, period varchar(24))""")
-        cursor.execute("""CREATE TABLE django_celery_beat_periodictask (id integer PRIMARY KEY,
+        cursor.execute(f"""CREATE TABLE django_celery_beat_periodictask (id integer PRIMARY KEY,
             name varchar(200), task varchar(200), args text, kwargs text, queue varchar(200),
-            expires datetime, enabled bool, interval_id integer, crontab_id integer)""")
+            expires {moment_type()}, enabled bool, interval_id integer, crontab_id integer)""")
         cursor.execute("INSERT INTO django_celery_beat_intervalschedule VALUES (1, 2, 'hours')")
         cursor.execute("""INSERT INTO django_celery_beat_periodictask VALUES
             (1, 'x', 'old.tasks.rebuild', '[]', '{}', NULL, NULL, true, 1, NULL)""")

@@ -29,6 +29,7 @@ def test_listing(clock):
     assert lines[0].split() == ["name", "job", "when", "next", "last", "job", "state"]
     assert "no job is named 'shop.gone'" in lines[1]
     assert "every 60 s" in lines[2]
+    assert lines[2].split()[-1] == "active"  # as the dashboard and REST have it
     found = json.loads(run("list", "--json"))["schedules"]
     assert [one["name"] for one in found] == ["broken", "nightly"]
     assert found[1]["every"] == 60
@@ -62,7 +63,7 @@ def test_one_whose_job_is_gone_cannot_be_run(clock):
     [
         (["run"], "Name the schedules"),
         (["run", "nighly"], "No schedule is named 'nighly'. Did you mean 'nightly'?"),
-        (["import-celery-beat", "--job", "x"], "--job 'x' is no TASK=JOB"),
+        (["import-celery-beat", "--job", "x"], "--job 'x' is not TASK=JOB"),
         (["import-celery-beat"], "no dict is named CELERY_BEAT_SCHEDULE"),
         (["import-celery-beat", "--from", "tests.nothing.X"], "cannot be imported"),
     ],

@@ -24,6 +24,11 @@ def row(name="cleanup"):
     return Schedule.objects.get(name=name)
 
 
+def nested(levels):
+    """Return lists within one another."""
+    return [nested(levels - 1)] if levels > 1 else []
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 
@@ -72,8 +77,12 @@ def test_a_job_that_needs_arguments_is_refused_without_a_payload():
         ({"job": "shop.report", "every": 5, "catch_up": "two"}, "'none', 'one', 'all'", ""),
         ({"job": "shop.report", "every": 5, "queue": "no"}, "['queue']: no queue is named", ""),
         ({"job": "shop.report", "at": "2026-01-01"}, "a datetime with a time zone", ""),
-        ({"job": "shop.report", "every": 5, "payload": {"a": {1}}}, "a dict that JSON", ""),
-        ({"job": "shop.report", "every": 5, "payload": {"a": "\0"}}, "a dict that JSON", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": {1}}}, "levels of JSON", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": "\0"}}, "levels of JSON", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": nested(30)}}, "most 30 levels", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": nested(900)}}, "most 30 levels", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": [2**64]}}, "64-bit numbers", ""),
+        ({"job": "shop.report", "every": 5, "payload": {"a": -1e20}}, "64-bit numbers", ""),
         ("shop.report", "must be a dict, not str", ""),
         (
             {
@@ -131,6 +140,36 @@ def test_a_worker_brings_them_into_the_table(settings, clock):
     clock.advance(301)
     step()
     assert len(ticks_of("cleanup")) == 1
+
+
+def test_a_payload_of_as_many_levels_as_are_let_pass_is_kept_by_every_database(
+    settings, any_database, clock
+):
+    """MariaDB keeps no JSON of more than 32, and the row has what the code declares as well."""
+    # Given
+    payload = {"days": [-(2**63), 2**64 - 1, 1.5e15, -1e-300, True, nested(28)]}
+    declare(settings, cleanup={"job": "shop.clean", "every": 300, "payload": payload})
+    # When
+    step()
+    # Then
+    assert (row().payload, row().declaration["payload"]) == (payload, payload)
+    # And its ticks are stored
+    clock.advance(301)
+    step()
+    assert len(ticks_of("cleanup")) == 1
+
+
+def test_a_schedule_of_a_large_payload_holds_up_no_other(settings, any_database, clock):
+    """MySQL sorts no rows whose JSON is larger than its buffer for sorting, of 256 kB."""
+    # Given
+    large = {"job": "shop.clean", "every": 300, "payload": {"days": "x" * 700_000}}
+    declare(settings, large=large, cleanup={**large, "payload": {"days": 30}})
+    step()
+    # When
+    clock.advance(301)
+    step()
+    # Then
+    assert [len(ticks_of(name)) for name in ("large", "cleanup")] == [1, 1]
 
 
 @pytest.mark.django_db

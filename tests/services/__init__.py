@@ -1,4 +1,4 @@
-"""Real servers for tests, benchmarks and demos: Kafka, Redis, PostgreSQL and MariaDB.
+"""Real servers for tests, benchmarks and demos: Kafka, Redis, PostgreSQL, MariaDB and MySQL.
 
     python -m tests.services run -- pytest          # all three around one command
     with KafkaServer() as kafka: kafka.restart()    # one, to be stopped and killed at will
@@ -14,6 +14,7 @@ from tests.services.given import GivenServer
 from tests.services.kafka import KafkaCluster, KafkaServer
 from tests.services.kafka_secured import SecuredKafkaServer
 from tests.services.mariadb import MariaDbServer
+from tests.services.mysql import MySqlServer
 from tests.services.pgbouncer import PgBouncerServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
@@ -24,6 +25,7 @@ __all__ = [
     "KafkaCluster",
     "KafkaServer",
     "MariaDbServer",
+    "MySqlServer",
     "PgBouncerServer",
     "PostgresServer",
     "RedisServer",

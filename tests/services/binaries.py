@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.services.cache import cache_directory
 from tests.services.errors import Unprovisionable
 
 OLDEST_JAVA = 17  # Kafka 4 refuses to run on less.
@@ -22,6 +23,16 @@ def needed(what: str, path: Path | None) -> Path:
 
 def find_redis() -> Path | None:
     return _named("KJO_TEST_REDIS_SERVER") or _on_path("redis-server") or _on_path("valkey-server")
+
+
+def find_valkey() -> Path | None:
+    unpacked = _existing(f"{valkey_directory()}/usr/bin/valkey-server")
+    return _named("KJO_TEST_VALKEY_SERVER") or _on_path("valkey-server") or unpacked
+
+
+def valkey_directory() -> Path:
+    """Where Valkey is unpacked, on a Debian that has it among its backports only."""
+    return cache_directory() / "valkey"
 
 
 def find_postgres() -> Path | None:
@@ -41,9 +52,35 @@ def find_mariadb() -> Path | None:
     return _on_path("mariadbd") or _existing("/usr/sbin/mariadbd")
 
 
+def find_mysql() -> Path | None:
+    """MySQL's `mysqld`. MariaDB has a link of that name to a program of another."""
+    found = _on_path("mysqld") or _existing("/usr/sbin/mysqld")
+    if found and found.resolve().name == found.name:
+        return found
+    return _existing(f"{mysql_directory()}/usr/sbin/mysqld")
+
+
+def mysql_directory() -> Path:
+    """Where MySQL is unpacked, with the libraries it needs: no release of Debian has it."""
+    return cache_directory() / "mysql"
+
+
 def find_pgbouncer() -> Path | None:
     # Debian has it where only root looks.
     return _on_path("pgbouncer") or _existing("/usr/sbin/pgbouncer")
+
+
+def find_nft() -> Path | None:
+    return _on_path("nft") or _existing("/usr/sbin/nft")
+
+
+def find_ip() -> Path | None:
+    return _on_path("ip") or _existing("/usr/sbin/ip")
+
+
+def find_faketime() -> Path | None:
+    """The library that gives a program another time."""
+    return next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 
 
 def find_chromium() -> Path | None:
@@ -64,6 +101,24 @@ def _named(variable: str) -> Path | None:
 
 def find_maven() -> Path | None:
     return _on_path("mvn")
+
+
+def find_node() -> Path | None:
+    return _on_path("node")
+
+
+def find_npm() -> Path | None:
+    return _on_path("npm")
+
+
+def find_go() -> Path | None:
+    return _on_path("go") or _existing("/usr/local/go/bin/go")
+
+
+def find_javac() -> Path | None:
+    """The compiler beside `java`; a runtime alone has none."""
+    java = find_java()
+    return _existing(str(java.resolve().with_name("javac"))) if java else None
 
 
 @cache

@@ -8,7 +8,7 @@ kafka:`).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from tests.services.environment import (
     KAFKA_VARIABLE,
     MARIADB_VARIABLE,
+    MYSQL_VARIABLE,
     POSTGRES_VARIABLE,
     REDIS_VARIABLE,
     given,
@@ -24,9 +25,10 @@ from tests.services.errors import ServiceError, Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaServer
 from tests.services.mariadb import MariaDbServer
+from tests.services.mysql import MySqlServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
-from tests.services.redis import RedisServer
+from tests.services.redis import RedisServer, ValkeyServer
 
 WITHOUT_DISK = {"fsync": "off", "full_page_writes": "off"}
 """A server that is killed loses nothing by it, only a machine would."""
@@ -40,6 +42,10 @@ def require(
     browser: bool = False,
     pgbouncer: bool = False,
     mariadb: bool = False,
+    mysql: bool = False,
+    valkey: bool = False,
+    network: bool = False,
+    clients: Collection[str] = (),
 ) -> None:
     """Provision, or skip the test with the reason; with CI set, fail it.
 
@@ -53,6 +59,10 @@ def require(
             browser=browser,
             pgbouncer=pgbouncer,
             mariadb=mariadb,
+            mysql=mysql,
+            valkey=valkey,
+            network=network,
+            clients=clients,
         )
     except Unprovisionable as error:
         if os.environ.get("CI", "").lower() in ("", "0", "false"):
@@ -113,6 +123,13 @@ def redis_server() -> Iterator[RedisServer | GivenServer]:
 
 
 @pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    require(valkey=True)
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer | GivenServer]:
     if url := given(POSTGRES_VARIABLE):
         yield GivenServer(url)
@@ -129,4 +146,14 @@ def mariadb_server() -> Iterator[MariaDbServer | GivenServer]:
         return
     require(mariadb=True)
     with MariaDbServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mysql_server() -> Iterator[MySqlServer | GivenServer]:
+    if url := given(MYSQL_VARIABLE):
+        yield GivenServer(url)
+        return
+    require(mysql=True)
+    with MySqlServer() as server:
         yield server

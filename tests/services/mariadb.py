@@ -23,6 +23,10 @@ class MariaDbServer(Server):
 
     name = "mariadb"
 
+    def __init__(self, options: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._options = options
+
     @property
     def url(self) -> str:
         return f"mysql://root@127.0.0.1:{self.port}/mysql"
@@ -58,6 +62,13 @@ class MariaDbServer(Server):
     def _command(self) -> Sequence[str]:
         return [
             str(needed("mariadb-server-core", find_mariadb())),
+            *self._arguments(),
+            "--innodb-log-file-size=64M",
+        ]
+
+    def _arguments(self) -> Sequence[str]:
+        """What MariaDB and MySQL are told alike; the first one must stay the first."""
+        return [
             "--no-defaults",
             f"--datadir={self._data}",
             f"--tmpdir={self._scratch}",
@@ -66,10 +77,10 @@ class MariaDbServer(Server):
             "--bind-address=127.0.0.1",
             "--character-set-server=utf8mb4",
             "--max-connections=300",
-            "--innodb-log-file-size=64M",
             "--innodb-flush-method=nosync",
             "--innodb-flush-log-at-trx-commit=2",
             "--skip-name-resolve",
+            *self._options,
         ]
 
     def _answers(self) -> bool:

@@ -8,18 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from tests.services.binaries import find_maven, needed
+from tests.services.cache import cache_directory
 from tests.services.errors import Unprovisionable
 from tests.services.tools import ran
 
 POM = Path(__file__).with_name("pom.xml")
-
-
-def cache_directory() -> Path:
-    """`KJO_TEST_CACHE`, else `kjo-django` in the user's cache."""
-    if chosen := os.environ.get("KJO_TEST_CACHE"):
-        return Path(chosen).absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "kjo-django")
 
 
 @cache
@@ -54,19 +47,21 @@ def install_kafka() -> None:
     cache_directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_directory(), prefix=".kafka-") as scratch:
         copied = Path(scratch, "kafka", "libs")
-        _run_maven("dependency:copy-dependencies", f"-DoutputDirectory={copied}")
+        copy_dependencies(POM, copied)
         shutil.move(copied.parent, kafka_directory())
 
 
-def _run_maven(*arguments: str) -> None:
-    command = [str(needed("mvn", find_maven())), "--batch-mode", "--file", str(POM), *arguments]
+def copy_dependencies(pom: Path, libraries: Path) -> None:
+    """Fetch what a pom depends on and copy it into a directory."""
+    arguments = ["dependency:copy-dependencies", f"-DoutputDirectory={libraries}"]
+    command = [str(needed("mvn", find_maven())), "--batch-mode", "--file", str(pom), *arguments]
     with tempfile.TemporaryDirectory() as elsewhere:
         done = ran(command, cwd=elsewhere)
     if done.returncode:
         errors = [line for line in done.stdout.splitlines() if "ERROR" in line]
         raise Unprovisionable(
-            f"Maven could not fetch Kafka {kafka_version()}. Set KAFKA_BOOTSTRAP_SERVERS to a "
-            "broker of yours, or give Maven a repository it can reach (settings.xml):\n"
+            f"Maven could not fetch what {pom} names. Give it a repository it can reach "
+            "(settings.xml), or for Kafka set KAFKA_BOOTSTRAP_SERVERS to a broker of yours:\n"
             + "\n".join(errors[:10] or done.stdout.splitlines()[-10:])
         )
 

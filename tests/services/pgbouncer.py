@@ -1,6 +1,7 @@
 """A real PgBouncer in front of a PostgreSQL, ours or a given one."""
 
 import shutil
+import signal
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,12 @@ class PgBouncerServer(Server):
         parts = urlsplit(url)
         address = f"{parts.username or 'postgres'}@127.0.0.1:{self.port}"
         return urlunsplit(parts._replace(netloc=address))
+
+    def lead_to(self, behind: str) -> None:
+        """Switch over to another server; clients stay connected."""
+        self._behind = urlsplit(behind)
+        self._prepare()
+        self._signal(signal.SIGHUP)
 
     def _prepare(self) -> None:
         behind = {

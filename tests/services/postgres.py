@@ -38,6 +38,7 @@ class PostgresServer(Server):
     """
 
     name = "postgres"
+    host = "127.0.0.1"
     # "Fast": open transactions are rolled back instead of waited for.
     stop_signal = signal.SIGINT
     # "Immediate": like a crash, but the kernel's shared memory segment is given back.
@@ -51,7 +52,7 @@ class PostgresServer(Server):
 
     @property
     def url(self) -> str:
-        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        return f"postgresql://postgres@{self.host}:{self.port}/postgres"
 
     def createdb(self, name: str, template: str = "") -> str:
         """Create a database, empty or as its template, and return its URL."""
@@ -75,8 +76,8 @@ class PostgresServer(Server):
                 time.sleep(POLL_SECONDS)
 
     def _prepare(self) -> None:
-        command = [
-            str(self._binaries() / "initdb"),
+        self._make_data(
+            "initdb",
             f"--pgdata={self._data}",
             "--username=postgres",
             "--auth=trust",
@@ -84,17 +85,20 @@ class PostgresServer(Server):
             "--no-locale",
             # Only initdb's own files: a machine that crashes here has no data to lose yet.
             "--no-sync",
-        ]
+        )
+
+    def _make_data(self, program: str, *arguments: str) -> None:
+        """Run a program of PostgreSQL's as the server's own user."""
         user = self._run_as()
         done = ran(
-            command,
+            [str(self._binaries() / program), *arguments],
             cwd=self.directory,
             user=user[0] if user else None,
             group=user[1] if user else None,
             extra_groups=[] if user else None,
         )
         if done.returncode:
-            raise ServerFailed(f"initdb failed with code {done.returncode}:\n{done.stdout}")
+            raise ServerFailed(f"{program} failed with code {done.returncode}:\n{done.stdout}")
 
     def _command(self) -> Sequence[str]:
         command = [str(self._binaries() / "postgres"), "-D", str(self._data), "-p", str(self.port)]

@@ -1,10 +1,11 @@
-"""A real Redis (or Valkey)."""
+"""A real Redis, or a real Valkey."""
 
 import re
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
-from tests.services.binaries import find_redis, needed
+from tests.services.binaries import find_redis, find_valkey, needed
 from tests.services.server import Server
 
 
@@ -40,7 +41,10 @@ class RedisServer(Server):
         return int(found[1]) if found else 0
 
     def _prepare(self) -> None:
-        needed("redis-server", find_redis())
+        self._program()
+
+    def _program(self) -> Path:
+        return needed("redis-server", find_redis())
 
     def _command(self) -> Sequence[str]:
         options = {
@@ -55,7 +59,7 @@ class RedisServer(Server):
         }
         if self._replica_of is not None:
             options["replicaof"] = f"127.0.0.1 {self._replica_of.port}"
-        command = [str(needed("redis-server", find_redis()))]
+        command = [str(self._program())]
         for name, value in options.items():
             command += [f"--{name}", value]
         return command
@@ -73,3 +77,12 @@ class RedisServer(Server):
         with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
             connection.sendall(commands + b"\r\nQUIT\r\n")
             return connection.makefile("rb").read()
+
+
+class ValkeyServer(RedisServer):
+    """The fork of Redis that distributions have taken in its place."""
+
+    name = "valkey"
+
+    def _program(self) -> Path:
+        return needed("valkey-server", find_valkey())

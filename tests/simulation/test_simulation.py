@@ -97,13 +97,16 @@ def test_a_thread_pauses_within_a_step_while_others_work(simulation: Simulation)
     ]
     # When another process runs it, before the relay goes on
     steps += [Step("poll", 1), Step("poll", 0), Step("poll", 1), Step("lane", 0), Step("lane", 1)]
-    steps += [Step("go", 0, ("relay",))]
-    # Then
-    assert seen_after(simulation, steps)[-2:] == [1, 1]
+    steps += [Step("go", 0, ("relay",)), Step("relay", 0)]
+    # Then the job is completed before the relay's next call, and is not published again
+    assert seen_after(simulation, steps)[-3:] == [1, 1, 1]
     calls = simulation.trace
     published = calls.index("process-0-1 relay transport.publish")
-    recorded = next(n for n, c in enumerate(calls) if n > published and "relay UPDATE" in c)
-    assert any("INSERT ledger_entry" in call for call in calls[published:recorded])
+    went_on = next(
+        n for n, call in enumerate(calls) if n > published and "process-0-1 relay" in call
+    )
+    assert any("INSERT ledger_entry" in call for call in calls[published:went_on])
+    assert "process-0-1 relay transport.publish" not in calls[went_on:]
 
 
 @in_memory

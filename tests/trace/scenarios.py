@@ -15,7 +15,7 @@ import django
 from tests.trace.recording import Recorder, Walk
 
 QUEUE = "trace"
-ROUNDS = 7
+ROUNDS = 12
 """Of each scenario; the smallest walk counts, which no idle loop has had a part in."""
 LIMIT = 60.0
 """Seconds until a job must have ended."""

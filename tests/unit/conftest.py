@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import psycopg
 import pytest
 
 from kjo_django import conf, registry
@@ -15,6 +14,8 @@ from tests.declarations import forgetting
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts psycopg is asked to send, one for each round trip."""
+    import psycopg  # an extra, which may be missing
+
     texts: list[str] = []
     execute = psycopg.Cursor.execute
 

@@ -115,10 +115,10 @@ def test_processes_are_pinned_only_where_there_are_several_and_the_platform_can(
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--concurrency", "0", "'0' is no whole number above 0"),
-        ("--processes", "two", "'two' is no whole number above 0"),
-        ("--status-interval", "-5", "'-5' is no number of seconds"),
-        ("--status-interval", "nan", "'nan' is no number of seconds"),
+        ("--concurrency", "0", "'0' is not a whole number above 0"),
+        ("--processes", "two", "'two' is not a whole number above 0"),
+        ("--status-interval", "-5", "'-5' is not a number of seconds"),
+        ("--status-interval", "nan", "'nan' is not a number of seconds"),
     ],
 )
 def test_numbers_that_are_none_are_said_to_be(option, value, words):
@@ -173,6 +173,14 @@ def test_without_tables_it_says_what_to_do_and_begins_all_the_same(
         call_command("kjo_consume", "--status-interval", "0", stdout=out, stderr=out)
     assert "Run manage.py migrate --database kjo_empty." in out.getvalue()
     assert ran
+
+
+def test_without_tables_a_drain_ends_since_it_could_not(
+    empty_database, monkeypatch, django_db_blocker
+):
+    monkeypatch.setattr(Worker, "run", lambda self, until: pytest.fail("It has begun"))
+    with django_db_blocker.unblock(), pytest.raises(CommandError, match=r"tables .* are missing"):
+        call_command("kjo_consume", "--drain", "--status-interval", "0")
 
 
 def test_other_commands_say_so_too(empty_database, django_db_blocker):

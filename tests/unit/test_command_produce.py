@@ -89,7 +89,7 @@ def test_both_forms_of_criteria(given, criteria):
     ("arguments", "complaint"),
     [
         ((PRODUCER, "--criteria", "state"), "neither name=value"),
-        ((PRODUCER, "--criteria", "{state: 1}"), "no JSON"),
+        ((PRODUCER, "--criteria", "{state: 1}"), "not JSON"),
         ((PRODUCER, "--criteria", "colour=red"), "colour"),
         ((PRODUCER, "--once", "--interval", "60"), "exclude each other"),
         ((PRODUCER, "--limit", "0"), "above 0"),
@@ -101,7 +101,7 @@ def test_both_forms_of_criteria(given, criteria):
         (("shop.producers.ItemProducer",), "Did you mean the producer 'tests.items.producers.Item"),
         (("shop.producers.Zzz",), r"Producers: .*tests\.items\.producers\.ItemProducer"),
         (("ItemProducer",), "Did you mean the producer 'tests.items.producers.ItemProducer'"),
-        (("tests.items.models.Item",), "no AbstractProducer"),
+        (("tests.items.models.Item",), "not an AbstractProducer"),
         (("kjo_django.AbstractProducer",), "abstract"),
         (("ledger", "--criteria", "state=1"), "go with a producer"),
     ],

@@ -83,7 +83,9 @@ def test_replay_takes_ids_a_limit_and_a_dry_run():
     dry = run_json("kjo_replay_dlq", *ids, "--dry-run")
     assert (dry["matched"], dry["replayed"], dry["dry_run"]) == (2, 0, True)
     assert run_json("kjo_replay_dlq", *ids, "--limit", "1")["replayed"] == 1
-    assert "2 dead letters would be looked at" in run("kjo_replay_dlq", "--dry-run")
+    assert "2 dead letters match, 0 would be refused; nothing was changed" in run(
+        "kjo_replay_dlq", "--dry-run"
+    )
 
 
 def test_replay_refuses_an_id_that_no_dead_letter_has():
@@ -139,8 +141,8 @@ def test_replay_reads_a_topic(memory):
         (["--target", "x"], "--source topic"),
         (["--source", "topic", "--topic", "a", "--target", "a"], "source itself"),
         (["--source", "topic", "--topic", "gone"], "does not exist"),
-        (["--id", "nonsense"], "no id of a dead letter"),
-        (["--since", "yesterday"], "is no time"),
+        (["--id", "nonsense"], "not the id of a dead letter"),
+        (["--since", "yesterday"], "is not a time"),
         (["--limit", "0"], "above 0"),
         *(
             (["--rate", rate], "argument --rate: .* is no number from 0.01 to 100,000 a second")
@@ -310,7 +312,7 @@ def test_prune_takes_overrides_and_a_dry_run():
 def test_options_of_call_command_may_be_texts():
     """Django parses no keyword of ``call_command``."""
     call_command("kjo_prune", completed="1s", dry_run=True, stdout=io.StringIO())
-    with pytest.raises(CommandError, match="no duration") as raised:
+    with pytest.raises(CommandError, match="not a duration") as raised:
         call_command("kjo_prune", completed="soon")
     assert raised.value.returncode == 2
     with pytest.raises(CommandError, match="limit"):
@@ -370,7 +372,7 @@ def test_instants_are_iso_or_a_time_ago():
     "text", ["2026-13-01", "soon", "99999999w", "0001-01-01T00:00+02:00", "9999-12-31T23:59-02:00"]
 )
 def test_what_is_no_instant_is_refused(text):
-    with pytest.raises(ArgumentTypeError, match="is no time"):
+    with pytest.raises(ArgumentTypeError, match="is not a time"):
         _shared.instant(text)
 
 

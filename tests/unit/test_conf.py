@@ -168,9 +168,11 @@ WRONG = {
     "REDACT": ["password", [""], None],
     "OPERATIONS_QUEUE": ["", 5, None],
     "METRICS_TOKEN": ["", "  ", 5],
+    "EVENT_FORMAT": ["cloudevents", "", 5, None, []],
+    "SCHEMA_REGISTRY": [None, [], "http://registry", {1: "x"}],
 }
 
-SECRET = {"METRICS_TOKEN"}
+SECRET = {"METRICS_TOKEN", "SCHEMA_REGISTRY"}
 """Their values are never shown."""
 
 

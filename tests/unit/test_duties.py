@@ -81,6 +81,17 @@ def test_of_two_workers_one_does_it_until_it_leaves():
     assert second.rounds == 1
 
 
+def run_until_it_has_worked(sweep):
+    thread = DutyThread(current_runtime(), "sweep", [sweep])
+    thread.start()
+    try:
+        assert sweep.has_worked.wait(20)
+    finally:
+        thread.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize(
     "error",
     [OperationalError("away"), ValueError("a bug")],
@@ -90,18 +101,21 @@ def test_it_goes_on_after_whatever_goes_wrong(error, caplog):
     """Promise 3: nobody else would notice that nothing is rescued any more."""
     # Given
     sweep = Sweep(errors=[error])
-    thread = DutyThread(current_runtime(), "sweep", [sweep])
-    # When
-    thread.start()
-    try:
-        # Then
-        assert sweep.has_worked.wait(10)
-    finally:
-        thread.stop()
-        thread.join(10)
-        assert not thread.is_alive()
-    assert f"Sweep is late: {error}" in caplog.text
+    # When, then
+    run_until_it_has_worked(sweep)
+    assert f"Sweep failed, trying again: {error}" in caplog.text
     assert get_coordination().holders(["SWEEP"]) == {}
+
+
+def test_an_outage_is_logged_once_a_minute_however_often_a_duty_is_tried(caplog):
+    # Given a duty that meets the same outage at each step, and then another one
+    errors = [OperationalError("away")] * 3 + [OperationalError("locked")]
+    sweep = Sweep(errors=errors)
+    # When
+    run_until_it_has_worked(sweep)
+    # Then
+    assert caplog.text.count("Sweep failed, trying again: away") == 1
+    assert caplog.text.count("Sweep failed, trying again: locked") == 1
 
 
 def test_one_that_fails_keeps_no_other_of_its_thread_from_its_work():
@@ -242,7 +256,7 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     # When
     deadline = time.monotonic() + 10
     while not poller.woken.wait(0.02) and time.monotonic() < deadline:
-        wake(topic_channel("a"))  # again: it may not have listened yet
+        wake(current_runtime(), topic_channel("a"))  # again: it may not have listened yet
     # Then
     assert poller.woken.is_set()
     thread.stop()
@@ -263,13 +277,13 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(
     thread.start()
     deadline = time.monotonic() + 10
     while not poller.woken.wait(0.02) and time.monotonic() < deadline:
-        wake(topic_channel("a"))
+        wake(current_runtime(), topic_channel("a"))
     # Then
     assert poller.woken.is_set()
     thread.stop()
     thread.join(10)
     assert not thread.is_alive()
-    assert caplog.text.count("Nobody can wake this worker") == 1
+    assert caplog.text.count("This worker cannot be notified") == 1
 
 
 def test_nobody_listens_for_a_broker_that_answers_the_poll_itself():

@@ -136,6 +136,33 @@ def test_starts_that_take_long_hold_up_none_that_runs(configured):
     assert sorted(moments)[25] < 0.25
 
 
+def test_quick_starts_share_turns_of_the_loop(configured):
+    """A turn costs more than a quick start, and gives up the interpreter to the lanes."""
+    # Given coroutines that note which turn of the loop they started in
+    turn, seen = 0, []
+
+    async def note():
+        if not seen:
+            count_turns()
+        seen.append(turn)
+        await asyncio.sleep(0.5)
+
+    def count_turns():
+        nonlocal turn
+        turn += 1
+        if len(seen) < 500:
+            asyncio.get_running_loop().call_soon(count_turns)
+
+    configured.KJO = {**configured.KJO, "ASYNC_RAMP_UP": 100_000}
+    as_job(note, atomic=False).enqueue_many([{} for _ in range(500)])
+    # When they are all started together
+    with Running():
+        wait_until(settled)
+    # Then several start in one turn
+    assert len(seen) == 500
+    assert len(set(seen)) < 500
+
+
 def test_no_more_are_in_flight_than_the_queue_allows(configured):
     # Given
     configured.KJO = {**configured.KJO, "QUEUES": {"ledger": {"concurrency": 3}}}

@@ -17,7 +17,7 @@ import importlib, pkgutil, sys, threading, time
 
 BLOCKED = ("confluent_kafka", "redis", "django_redis", "rest_framework", "drf_spectacular",
            "psycopg", "psycopg2", "prometheus_client", "opentelemetry", "msgpack", "orjson",
-           "django_tasks")
+           "django_tasks", "fastavro", "google", "httpx2")
 
 class Blocker:
     """These packages are not installed here."""
@@ -205,6 +205,7 @@ else:
         ("coordination.redis", "redis"),
         ("api.urls", "api"),
         ("messages.msgpack", "msgpack"),
+        ("contrib.schema_registry", "registry"),
     ],
 )
 def test_what_needs_an_extra_names_it_in_one_line(tmp_path, module, extra):

@@ -53,7 +53,7 @@ def test_other_names_for_two_qualifiers():
         ("handlr:a", "There is no handlr: to search by; did you mean handler:?"),
         ("xyzzy:a", "known are id, state, queue"),
         ("http://a", "quote it"),
-        ("state:faild", "'faild' is no state; did you mean failed?"),
+        ("state:faild", "'faild' is not a state; did you mean failed?"),
         ("id:7", "id: takes ids of jobs, not '7'"),
         ("attempts:-1", "attempts: takes a whole number"),
         ("attempts:\N{SUPERSCRIPT TWO}", "attempts: takes a whole number"),

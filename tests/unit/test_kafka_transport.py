@@ -259,7 +259,7 @@ def test_records_that_are_refused_together_are_not_refused_for_good(
 ):
     """Each was to be tried alone, and time was up before: what is refused for good is given up."""
     # Given
-    transport = connect(**{"delivery.timeout.ms": 1000})
+    transport = connect(**{"delivery.timeout.ms": 3000})
     publish(transport, topic, b"so that the topic is known")
     send_in_halves = publisher.OrderedSend._send_in_halves
 

@@ -11,9 +11,10 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.engine.handler.context import Abort, JobContext
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import JobCancelledError, PublishError, Retry
 from kjo_django.models import DeadLetter, Job
-from kjo_django.operations import bulk, dead_letters, jobs, rows
+from kjo_django.operations import bulk, jobs, rows
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.search import JobFilter, parse
@@ -246,8 +247,8 @@ def test_a_transport_that_is_down_is_waited_for(monkeypatch):
         raise PublishError("no broker")
 
     DeadLetterFactory.create_batch(3, queue="ledger")
-    monkeypatch.setattr(dead_letters, "publish_one", down)
     job = start_bulk("replay_letters", DeadLetterFilter(), actor="ann")
+    monkeypatch.setattr(storing, "publish", down)
     with pytest.raises(Retry, match="3 in a row"):
         bulk.carry_out(context(), **job.arguments)
 

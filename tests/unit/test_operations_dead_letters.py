@@ -257,7 +257,7 @@ def test_letters_that_die_again_meanwhile_wait_for_the_next_run(memory):
     DeadLetterFactory.create_batch(3)
 
     def die_again(letters):
-        DeadLetterFactory()
+        DeadLetterFactory.create_batch(len(letters))
 
     # When
     report = dead_letters.replay(EVERYTHING, on_changed=die_again)

@@ -73,7 +73,7 @@ def test_a_check_that_times_out_says_so_and_advises_nothing_else(monkeypatch, wo
     # Then
     progress, scaling = found["progress"], found["scaling"]
     assert (progress.ok, progress.detail.startswith("timed out: no answer within")) == (False, True)
-    assert progress.fix.startswith("It may be well all the same: ask again with more time")
+    assert progress.fix.startswith("It may be well: ask again with more time")
     assert (scaling.ok, scaling.fix) == (None, "")
     assert scaling.detail == "not checked: the time was up"
     assert not is_healthy(found.values())
@@ -286,7 +286,7 @@ def test_more_workers_than_partitions_are_a_warning(settings):
     # Then
     found = check("scaling")
     assert found.ok is True
-    assert found.detail == "some stand by: emails has 3 workers for 2 partitions"
+    assert found.detail == "some workers have no partition: emails has 3 workers for 2 partitions"
     assert "twice the workers" in found.fix
 
 

@@ -4,6 +4,8 @@ from bisect import bisect_right
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,14 +122,16 @@ def test_totals_count_the_time_and_the_present_rate(django_assert_max_num_querie
 
 
 @pytest.mark.django_db
-def test_queues_have_a_sparkline_and_percentiles(django_assert_num_queries):
+def test_queues_have_a_sparkline_and_percentiles():
     bucket(0, completed_count=3, wait_histogram=histogram(*[0.002] * 99, 10))
     bucket(59, completed_count=1)
     bucket(0, queue="bills", handler="shop.bill", completed_count=9)
 
-    with django_assert_num_queries(1):
+    with CaptureQueriesContext(connection) as queries:
         found = metrics.by_queue()
 
+    # PostgreSQL streams rows in a transaction, which is a savepoint here.
+    assert len([query for query in queries if "SAVEPOINT" not in query["sql"]]) == 1
     assert set(found) == {"mail", "bills"}
     assert found["mail"].sparkline == [1, *[0] * 58, 3]
     assert found["mail"].wait_p50 == pytest.approx(0.003, abs=0.001)

@@ -114,15 +114,15 @@ def test_a_retry_whose_message_waits_in_a_backlog_is_left_alone(settings):
 @pytest.mark.parametrize(
     "change",
     [
-        {"minutes": 5},
-        {"state": "failing"},
-        {"state": "completed"},
-        {"available_at": timezone.now() + timedelta(hours=1)},
-        {"queued_at": timezone.now()},
+        lambda: {"minutes": 5},
+        lambda: {"state": "failing"},
+        lambda: {"state": "completed"},
+        lambda: {"available_at": timezone.now() + timedelta(hours=1)},
+        lambda: {"queued_at": timezone.now()},
     ],
 )
 def test_a_job_that_is_not_queued_for_long_is_left_alone(memory, change):
-    queued_job(**change)
+    queued_job(**change())
     assert rescue(["default"]).republished == 0
 
 
@@ -164,6 +164,23 @@ def test_where_the_transport_tells_positions_what_the_group_has_passed_is_rescue
     passed.refresh_from_db()
     ahead.refresh_from_db()
     assert (passed.state, ahead.state) == ("pending", "queued")
+
+
+def test_a_message_that_the_group_has_before_it_is_not_doubled_however_long_it_waits(
+    memory, monkeypatch
+):
+    # Given jobs that have waited beyond all reason, in a backlog
+    memory.publish([OutgoingRecord("default", b"x") for _ in range(20)])
+    passed, ahead, beyond, unknown = (
+        queued_job(minutes=60 * 24, offset=offset) for offset in (9, 10, 20, None)
+    )
+    offsets = {TopicPartition("default", 0): GroupOffsets(lag=10, committed=10, end=20)}
+    monkeypatch.setattr(MemoryTransport, "offsets", lambda self, topics, group: offsets)
+    # When
+    assert rescue(["default"]).republished == 3
+    # Then the one whose message is sure to come is not published once more
+    states = Job.objects.in_bulk([passed.pk, ahead.pk, beyond.pk, unknown.pk])
+    assert [pk for pk, job in states.items() if job.state == "queued"] == [ahead.pk]
 
 
 @pytest.mark.kafka

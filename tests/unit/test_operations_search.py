@@ -231,7 +231,7 @@ def test_a_new_job_is_on_the_page_before_and_moves_no_other():
 
 @pytest.mark.parametrize("cursor", ["", "x", "=" * 22, "a" * 21, "é" * 22, "/" * 22])
 def test_a_cursor_nobody_gave_is_refused(cursor):
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="not a place"):
         page(after=cursor)
 
 

@@ -236,7 +236,7 @@ def test_the_number_of_queries_does_not_grow_with_queues_or_jobs(django_assert_m
 
 
 def test_a_worker_tells_its_release_and_what_it_was_asked():
-    worker = WorkerFactory(wish="quiet", release="2026.11", state="quiet")
+    worker = WorkerFactory(asked_to="quiet", release="2026.11", state="quiet")
     (found,) = status.workers()
     assert (found["id"], found["state"]) == (str(worker.pk), "quiet")
     assert (found["asked_to"], found["release"]) == ("quiet", "2026.11")

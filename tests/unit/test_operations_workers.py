@@ -1,5 +1,5 @@
 """Asking workers to be quiet, to go on, to stop: what becomes of the rows. That processes obey is
-shown in tests/acceptance/test_wishes.py."""
+shown in tests/acceptance/test_requests_to_workers.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.django_db
 
 
 def wishes() -> dict[str, str]:
-    return dict(Worker.objects.values_list("name", "wish"))
+    return dict(Worker.objects.values_list("name", "asked_to"))
 
 
 def test_living_workers_are_asked_and_the_rest_is_counted_by_why_not():
@@ -33,8 +33,8 @@ def test_living_workers_are_asked_and_the_rest_is_counted_by_why_not():
     living = WorkerFactory(name="living")
     silent = WorkerFactory(name="silent", stale=True)
     ended = WorkerFactory(name="ended", state=Worker.State.STOPPED)
-    asked = WorkerFactory(name="asked", wish="quiet")
-    stopping = WorkerFactory(name="stopping", wish="stop")
+    asked = WorkerFactory(name="asked", asked_to="quiet")
+    stopping = WorkerFactory(name="stopping", asked_to="stop")
     # When
     outcomes = workers.quiet(
         [living, silent.pk, str(ended.pk), asked, stopping, uuid.uuid4(), "nonsense"], actor="ann"
@@ -59,7 +59,10 @@ def test_living_workers_are_asked_and_the_rest_is_counted_by_why_not():
 
 def test_unquiet_takes_back_quiet_and_nothing_takes_back_stop():
     # Given
-    quiet, stopping = WorkerFactory(name="q", wish="quiet"), WorkerFactory(name="s", wish="stop")
+    quiet, stopping = (
+        WorkerFactory(name="q", asked_to="quiet"),
+        WorkerFactory(name="s", asked_to="stop"),
+    )
     # When / Then
     assert workers.unquiet([quiet, stopping]).counts == {"asked": 1, "stopping": 1}
     assert workers.unquiet([quiet]).counts == {"unchanged": 1}
@@ -67,12 +70,12 @@ def test_unquiet_takes_back_quiet_and_nothing_takes_back_stop():
 
 
 def test_a_quiet_worker_may_be_stopped():
-    worker = WorkerFactory(wish="quiet")
+    worker = WorkerFactory(asked_to="quiet")
     assert workers.stop([worker]).counts == {"asked": 1}
     assert workers.stop([worker]).counts == {"unchanged": 1}
 
 
-def test_a_wish_is_told_once_it_is_committed(hear, django_capture_on_commit_callbacks):
+def test_a_request_is_told_once_it_is_committed(hear, django_capture_on_commit_callbacks):
     # Given
     worker, heard, seen = WorkerFactory(name="host-1"), hear("worker_asked"), []
     # When
@@ -83,8 +86,8 @@ def test_a_wish_is_told_once_it_is_committed(hear, django_capture_on_commit_call
     # Then
     (told,) = heard
     assert (told["sender"], told["worker_id"]) == ("host-1", str(worker.pk))
-    assert (told["wish"], told["actor"]) == ("stop", "ann")
-    assert [(row.pk, row.wish) for row in seen] == [(worker.pk, "stop")]
+    assert (told["asked_to"], told["actor"]) == ("stop", "ann")
+    assert [(row.pk, row.asked_to) for row in seen] == [(worker.pk, "stop")]
 
 
 def test_the_heartbeat_that_is_just_old_enough_counts():

@@ -8,7 +8,7 @@ from django.db import OperationalError, connection
 from kjo_django.engine import recorder
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.recorder import Next, OutageRetry
-from kjo_django.outbox.relay import drop_broken
+from kjo_django.store.servers import mend_connection
 
 GONE = OperationalError("the connection is lost")
 
@@ -40,5 +40,5 @@ def test_a_connection_that_is_closed_stays_so(any_database):
     """Django asks a closed one of MariaDB whether it is usable by a method of None."""
     connection.close()
     drop_broken_connections()
-    drop_broken("default")
+    mend_connection("default")
     assert connection.connection is None

@@ -115,7 +115,8 @@ def write_event(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, A
         return [Published(partition=0, offset=0)]
 
     patch.setattr(events, "publish", publish)
-    events.publish_event(given["topic"], given["event"], direct=True, headers=given.get("headers"))
+    options = {name: given.get(name) for name in ("headers", "event_format")}
+    events.publish_event(given["topic"], given["event"], direct=True, **options)
     return written(sent[0])
 
 
@@ -153,6 +154,7 @@ def write_replay(given: dict[str, Any], _: pytest.MonkeyPatch) -> dict[str, Any]
 WRITERS = {
     "job": write_job,
     "event": write_event,
+    "cloudevent": write_event,
     "kdlq": write_kdlq,
     "dead-letter": write_dead_letter,
     "replay": write_replay,
@@ -183,7 +185,8 @@ def read_event(record: Record) -> dict[str, Any]:
     found = route.read(record, max_bytes=MAX_BYTES)
     if found is None:
         return {"passed_over": True}
-    event = events.validated(events.read_event(record.value or b""))
+    payload = load_value(found[0].payload, found[0].content_type)
+    event = events.event_of(payload, headers.texts(record.headers), found[0].timestamp)
     return {**event.to_wire(), "key": event.key}
 
 
@@ -195,6 +198,7 @@ def read_kdlq(record: Record) -> dict[str, Any]:
 READERS = {
     "job": read_job,
     "event": read_event,
+    "cloudevent": read_event,
     "kdlq": read_kdlq,
     "dead-letter": read_job,
     "replay": read_job,
@@ -257,6 +261,8 @@ def test_what_is_given_is_written_as_the_vector_has_it(
 def test_what_the_vector_has_is_read_as_it_says(kind: str, vector: dict[str, Any]) -> None:
     told = {name: vector[name] for name in ("message", "error") if name in vector}
     assert len(told) == 1, "a record is a message or an error"
+    if "msgpack" in json.dumps(vector).lower():
+        pytest.importorskip("msgpack")
     assert read_or_error(kind, vector["record"]) == told
 
 

@@ -21,7 +21,7 @@ from kjo_django.operations.redaction import (
     shown_result,
     shown_value,
 )
-from tests.factories import DeadLetterFactory, JobFactory
+from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory
 from tests.unit.deliveries import as_job
 
 
@@ -303,3 +303,16 @@ def test_what_is_hidden_is_not_found_by_guessing():
         assert list(search.find(search.parse(guess))) == [], guess
     for known in ("args.fields.value:red", "args.colour:red", "args.fields.0.name:password"):
         assert list(search.find(search.parse(known))) == [found], known
+
+
+def test_instead_of_a_text_that_may_quote_a_payload_the_type_of_the_latest_error_is_shown(
+    any_database,
+):
+    # Given
+    twice, at_random, well = (JobFactory(error=error) for error in ("no 7", "no 8", ""))
+    JobFailureFactory(job=twice, error_type="TimeoutError")
+    JobFailureFactory(job=twice, error_type="ValueError")
+    # When
+    redaction.hide_texts(jobs := [twice, at_random, well])
+    # Then
+    assert [job.error for job in jobs] == ["ValueError", redaction.REDACTED, ""]

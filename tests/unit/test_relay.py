@@ -19,7 +19,6 @@ from django.utils import timezone
 
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
-from kjo_django.coordination.database.coordination import LocalListener
 from kjo_django.enqueue.storing import RELAY_CHANNEL, record_of, store_record, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
@@ -554,6 +553,21 @@ def test_any_number_of_relays_are_driven_step_by_step_in_virtual_time(clock):
     assert 3 * 3600 <= clock.passed < 3 * 3600 + 10
 
 
+def test_what_a_relay_has_published_is_recorded_before_it_does_anything_else(clock):
+    """A worker that gets the message locks the row until its handler ends: recorded later, the job
+    would be pending all that time, and what looks for a relay that lags would find it."""
+    # Given
+    relay = at(clock)
+    write.enqueue(job="a")
+    # When
+    relay.call()
+    relay.step()
+    # Then
+    assert published() == [b'{"job":"a"}']
+    assert Job.objects.get().state == "queued"
+    assert not relay._publications.unrecorded
+
+
 def test_after_an_outage_a_relay_waits_longer_each_time_though_it_is_called(clock, monkeypatch):
     # Given
     relay, tries = at(clock), []
@@ -921,7 +935,7 @@ def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch
     note(type(store_for("default")), "next_due", "asked what is next")
     note(get_coordination(), "claim", "asked for leases")
     note(get_transport(), "publish", "published")
-    note(LocalListener, "wait", "called")
+    note(type(get_coordination().listen([])), "wait", "called")
     monkeypatch.setattr(relays, "LEASE_TTL", timedelta(minutes=5))
     write.enqueue(job="first")
     with Running():
@@ -956,9 +970,29 @@ def test_called_for_a_job_that_is_due_later_it_wakes_for_it(arrived):
         assert arrived.wait(10)
 
 
+def test_it_stops_at_once_though_it_was_about_to_listen(alone, monkeypatch):
+    # Given a relay that is connecting, to wait for the slow poll afterwards
+    listen, begun, stopped = get_coordination().listen, threading.Event(), threading.Event()
+
+    def slow(channels):
+        begun.set()
+        stopped.wait(10)
+        return listen(channels)
+
+    monkeypatch.setattr(get_coordination(), "listen", slow)
+    with Running() as running:
+        assert begun.wait(10)
+        # When
+        running.relay.stop()
+        stopped.set()
+        # Then
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+
+
 def test_it_stops_at_once_though_it_waits(alone):
     with Running() as running:
-        wake(RELAY_CHANNEL)
+        wake(current_runtime(), RELAY_CHANNEL)
     assert not running.thread.is_alive()
     assert get_coordination().holders([lease_of("ledger")]) == {}
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import DatabaseError, Error, IntegrityError, connection, transaction
 from django.db.transaction import TransactionManagementError
-from django.db.utils import DatabaseError
 from django.test.utils import CaptureQueriesContext
 
 from kjo_django.engine.handler.savepoint import LazySavepoint
@@ -166,7 +165,7 @@ def test_callbacks_of_a_failed_handler_are_not_called_and_those_of_others_are():
 
 def test_jobs_enqueued_by_a_failed_handler_wake_nobody(monkeypatch):
     # Given
-    from kjo_django.runtime import get_coordination
+    from kjo_django.runtime import current_runtime, get_coordination
 
     calls: list[str] = []
     monkeypatch.setattr(get_coordination(), "notify", calls.append)
@@ -174,10 +173,10 @@ def test_jobs_enqueued_by_a_failed_handler_wake_nobody(monkeypatch):
     with group():
         with handler():
             Entry.objects.create(job="a")
-            after_commit("default", "kept")
+            after_commit(current_runtime(), "kept")
         with pytest.raises(Failed), handler():
             Entry.objects.create(job="b")
-            after_commit("default", "lost")
+            after_commit(current_runtime(), "lost")
             raise Failed
     # Then
     assert calls == ["kept"]
@@ -275,7 +274,7 @@ def test_set_rollback_is_heard():
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_handler_that_closes_the_connection_leaves_no_open_block_behind(is_used, error):
     """The next transaction of this thread must find a connection like new."""
-    with pytest.raises((DatabaseError, Failed)), transaction.atomic():
+    with pytest.raises((Error, Failed)), transaction.atomic():
         Entry.objects.create(job="group")
         with handler():
             if is_used:

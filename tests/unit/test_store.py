@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import closing, nullcontext
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, connections, transaction
+from django.db.transaction import TransactionManagementError
 from django.utils import timezone
 
 from kjo_django.models import DeadLetter, EventKey, Job, Lease, ProcessedEvent
 from kjo_django.store import store_for
 from kjo_django.store.base import Store
 from kjo_django.store.rows import Completion, Place, Publication, row_of
+from tests.databases import led_to
 from tests.factories import DeadLetterFactory, JobFactory
+from tests.services.fixtures import require
+from tests.services.mariadb import MariaDbServer
+from tests.services.mysql import MySqlServer
+from tests.settings import database
 
 MINUTE = timedelta(minutes=1)
 
@@ -102,23 +109,61 @@ def test_text_is_the_same_only_where_each_character_is(store):
     assert Job.objects.get(unique_id="A").unique_id == "A"
 
 
-@pytest.mark.mariadb
-def test_no_column_of_a_table_compares_text_otherwise(mariadb):
+def test_no_column_of_a_table_compares_text_otherwise(innodb):
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT table_name, column_name, collation_name FROM information_schema.columns"
             " WHERE table_schema = DATABASE() AND table_name LIKE 'kjo%'"
-            " AND collation_name NOT IN ('utf8mb4_nopad_bin', 'utf8mb4_bin')"
+            " AND collation_name NOT IN ('utf8mb4_nopad_bin', 'utf8mb4_0900_bin', 'utf8mb4_bin')"
         )
         assert cursor.fetchall() == ()
 
 
-@pytest.mark.mariadb
-def test_people_find_text_in_any_case(mariadb):
+def test_people_find_text_in_any_case(innodb):
     store_for("default")
     letter, _ = DeadLetterFactory(error="Connection refused"), DeadLetterFactory()
     assert list(DeadLetter.objects.filter(error__icontains="REFUSED")) == [letter]
     assert list(DeadLetter.objects.filter(error="connection refused")) == []
+
+
+@pytest.mark.parametrize(
+    "server_class",
+    [
+        pytest.param(MariaDbServer, marks=pytest.mark.mariadb, id="mariadb"),
+        pytest.param(MySqlServer, marks=pytest.mark.mysql, id="mysql"),
+    ],
+)
+@pytest.mark.parametrize("undoes_all", [False, True])
+def test_what_follows_a_lock_that_was_not_granted_is_not_committed_without_what_came_before(
+    django_db_setup, django_db_blocker, server_class, undoes_all
+):
+    """An option of the server says whether it undoes the transaction, or the statement."""
+    require(**{server_class.name: True})
+    # Given
+    options = ["--innodb-rollback-on-timeout"] if undoes_all else []
+    with (
+        django_db_blocker.unblock(),
+        server_class(options) as server,
+        led_to(database(server.createdb("locks"))),
+        closing(connection.copy()) as other,
+        connection.cursor() as cursor,
+    ):
+        store_for("default")
+        cursor.execute("CREATE TABLE pot (id int PRIMARY KEY, coins int)")
+        cursor.execute("INSERT INTO pot VALUES (1, 0), (2, 0), (3, 0)")
+        cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+        other.set_autocommit(False)
+        other.cursor().execute("UPDATE pot SET coins = 9 WHERE id = 2")
+        # When somebody catches the error, and goes on
+        going_on = pytest.raises(TransactionManagementError) if undoes_all else nullcontext()
+        with going_on, transaction.atomic():
+            cursor.execute("UPDATE pot SET coins = 1 WHERE id = 1")
+            with pytest.raises(OperationalError, match="1205"):
+                cursor.execute("UPDATE pot SET coins = 1 WHERE id = 2")
+            cursor.execute("UPDATE pot SET coins = 1 WHERE id = 3")
+        # Then
+        cursor.execute("SELECT id, coins FROM pot WHERE id <> 2")
+        assert dict(cursor.fetchall()) == ({1: 0, 3: 0} if undoes_all else {1: 1, 3: 1})
 
 
 def test_what_is_due_comes_in_order_without_what_is_left_out(store):
@@ -248,3 +293,28 @@ def test_a_marker_can_be_read_as_django_would_have_written_it(real_database):
     assert (marker.created_at, marker.updated_at) == (moment, moment)
     assert ProcessedEvent.objects.get(pk=marker.pk) == marker
     assert marker.pk.version == 7
+
+
+def isolation() -> str:
+    with connection.cursor() as cursor:
+        name = "tx" if connection.mysql_is_mariadb else "transaction"
+        cursor.execute(f"SELECT @@{name}_isolation")
+        return cursor.fetchone()[0]
+
+
+def test_after_its_session_was_ended_a_connection_reads_what_is_committed(innodb):
+    """PyMySQL before 1.2 connects by itself when Django asks whether a connection works, and of the
+    new session the isolation level is the server's: claims of a topic do not see one another."""
+    # Given a connection that is kept, and whose session the server has ended
+    assert isolation() == "READ-COMMITTED"
+    connection.close_at = None  # as with CONN_MAX_AGE=None
+    number, other = connection.connection.thread_id(), connections.create_connection("default")
+    with other.cursor() as cursor:
+        cursor.execute(f"KILL {number}")
+    other.close()
+    with pytest.raises(OperationalError):
+        isolation()
+    # When it is looked after, as it is after each outage
+    connection.close_if_unusable_or_obsolete()
+    # Then
+    assert isolation() == "READ-COMMITTED"

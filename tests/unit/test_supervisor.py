@@ -41,7 +41,7 @@ def wait_for_signal():
         time.sleep(0.05)  # not longer: a signal that comes just before is handled after it
 
 {body}
-sys.exit(supervisor.supervise({count}, work, pins={pins}))
+sys.exit(supervisor.supervise({count}, lambda place: work(), pins={pins}))
 """
 TIRED = """
 make = supervisor._Supervisor.__init__

@@ -5,6 +5,7 @@ On PostgreSQL and on a SQLite file.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -333,6 +334,51 @@ def test_a_claim_is_good_for_the_budget_only(make_bench):
     assert bench.results == [Ending.COMPLETED, Ending.SKIPPED, Ending.SKIPPED, Ending.COMPLETED]
 
 
+def test_of_handlers_slower_than_thought_no_more_are_admitted_than_the_budget_allows(
+    make_bench, monkeypatch
+):
+    """What is admitted and does not begin is leased, released and admitted again."""
+    # Given
+    bench, ran, admitted = make_bench(SHORT), [], []
+    store = type(bench.leases.runtime.store)
+    take = store.take_row_leases
+
+    def take_noting(self, rows, *rest):
+        admitted.append((len(rows), len(ran)))
+        return take(self, rows, *rest)
+
+    monkeypatch.setattr(store, "take_row_leases", take_noting)
+
+    def linger(number):
+        ran.append(number)
+        time.sleep(0.6 * SHORT)
+
+    as_job(linger, atomic=False).enqueue_many([{"number": number} for number in range(7)])
+    # When
+    bench.run()
+    # Then the first group is all there is, and each after it as large as what the last one ran
+    assert ran == list(range(7))
+    assert admitted[0][0] == 7
+    for (_, before), (size, after) in itertools.pairwise(admitted):
+        assert size <= after - before
+    assert settled(bench)
+
+
+def test_a_job_of_this_service_is_admitted_by_its_row_alone(make_bench):
+    # Given
+    bench, ran = make_bench(AMPLE), []
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    deliveries = bench.poll()
+    # When
+    with statements() as executed:
+        bench.run(deliveries)
+    # Then no marker was looked for, and each was inserted; MariaDB is asked afterwards which ones
+    of_markers = [sql for sql in executed if "processed_events" in sql]
+    looks = [sql.lstrip().startswith("SELECT") for sql in of_markers]
+    assert not (looks[0] if connection.vendor == "mysql" else any(looks)), of_markers
+    assert ProcessedEvent.objects.count() == 3
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_lost_its_lease_before_it_is_recorded_is_refused_alone(make_bench, fails):
     # Given
@@ -474,16 +520,22 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
     """On SQLite an atomic handler, or whoever else writes, may hold it for minutes."""
     # Given
     bench, ran, waits = make_bench(AMPLE), [], []
-    is_sqlite = real_database == "sqlite"
-    connection.cursor().execute(
-        "PRAGMA busy_timeout = 1" if is_sqlite else "SET lock_timeout = '20ms'"
-    )
+    short_patience, *lock = {
+        "sqlite": ["PRAGMA busy_timeout = 1", "BEGIN IMMEDIATE"],
+        "postgresql": ["SET lock_timeout = '20ms'", "BEGIN", "SELECT id FROM kjo_job FOR UPDATE"],
+        "mysql": [
+            "SET innodb_lock_wait_timeout = 1",
+            "START TRANSACTION",
+            "SELECT id FROM kjo_job FOR UPDATE",
+        ],
+    }[real_database]
+    connection.cursor().execute(short_patience)
     other = connection.copy()
 
     def note(number):
         if not ran:
-            lock = "BEGIN IMMEDIATE" if is_sqlite else "BEGIN; SELECT id FROM kjo_job FOR UPDATE"
-            other.cursor().execute(lock)
+            for statement in lock:
+                other.cursor().execute(statement)
         ran.append(number)
 
     def wait(seconds):

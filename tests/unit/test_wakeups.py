@@ -15,7 +15,7 @@ from kjo_django.enqueue.storing import (
     wake,
 )
 from kjo_django.exceptions import CoordinationError
-from kjo_django.runtime import get_coordination
+from kjo_django.runtime import current_runtime, get_coordination
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -30,9 +30,9 @@ def calls(monkeypatch):
 def test_a_callback_of_somebody_else_in_between_keeps_its_place(calls):
     order: list[str] = []
     with transaction.atomic():
-        after_commit("default", "a")
+        after_commit(current_runtime(), "a")
         transaction.on_commit(lambda: order.append(f"after {calls}"))
-        after_commit("default", "b")
+        after_commit(current_runtime(), "b")
     assert order == ["after ['a']"]
     assert calls == ["a", "b"]
 
@@ -42,8 +42,8 @@ def test_coordination_out_of_reach_is_logged_and_the_rest_goes_on(coordination_a
     told = hear("job_enqueued")
     coordination_away("notify")
     # When
-    after_commit("default", "a", [{"job_id": "1", "queue": "q", "handler": "h"}])
-    wake("b")
+    after_commit(current_runtime(), "a", [{"job_id": "1", "queue": "q", "handler": "h"}])
+    wake(current_runtime(), "b")
     # Then
     assert [each["job_id"] for each in told] == ["1"]
     assert "Could not wake a" in caplog.text
@@ -58,7 +58,7 @@ def test_a_call_that_breaks_the_process_leaves_the_commit_alone(monkeypatch):
     monkeypatch.setattr(get_coordination(), "notify", crash)
     # When, then: robust, so the caller's commit is not turned into an error
     with transaction.atomic():
-        after_commit("default", "a")
+        after_commit(current_runtime(), "a")
 
 
 def test_a_topic_has_its_channel():
@@ -94,14 +94,14 @@ def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(monkeypatch):
     monkeypatch.setattr(get_coordination(), "notify", fail_slowly)
     # When
     for _ in range(20):
-        wake("a")
+        wake(current_runtime(), "a")
     # Then only the first one waited
     assert asked == ["a"]
     # And when it has rested it is called again
     time.sleep(0.5)
     monkeypatch.setattr(get_coordination(), "notify", asked.append)
-    wake("b")
-    wake("c")
+    wake(current_runtime(), "b")
+    wake(current_runtime(), "c")
     assert asked == ["a", "b", "c"]
 
 
@@ -114,6 +114,6 @@ def test_a_server_that_refuses_at_once_is_called_each_time(monkeypatch):
 
     monkeypatch.setattr(get_coordination(), "notify", refuse)
     for channel in "abc":
-        wake(channel)
+        wake(current_runtime(), channel)
         time.sleep(0.05)
     assert asked == ["a", "b", "c"]

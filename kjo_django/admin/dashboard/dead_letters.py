@@ -24,7 +24,7 @@ from kjo_django.admin.display import (
     show_headers,
     show_message,
 )
-from kjo_django.exceptions import KjoError, MessageError
+from kjo_django.exceptions import KjoError, MessageError, PausableError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, Serializer, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
@@ -176,7 +176,7 @@ def show_one(page: Page, letter: UUID) -> HttpResponse:
             "headers": show_headers(names.from_json(found.headers)) if may_see else None,
             "summary": f"{found.error_type}: {found.get_state_display()}",
         },
-        title=_("Dead letter %s") % found.pk,
+        title=_("Dead letter of %s") % (found.handler or found.topic or found.pk),
     )
 
 
@@ -229,6 +229,8 @@ def _editable(letter: DeadLetter) -> tuple[str, str]:
         return "", _("It is too long to be edited here: %d bytes.") % len(raw)
     try:
         value = _serializer_of(letter).loads(raw)
+    except PausableError as error:
+        return "", str(error)
     except MessageError:
         return inert_json(raw.decode("utf-8", "replace")), ""
     if not _is_json(value):

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
 
-from django.db.models import F
 from django.http import Http404, HttpResponse
 from django.utils import timezone
 from django.utils.formats import date_format
@@ -20,7 +19,7 @@ from django.utils.translation import gettext_lazy
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.figures import duration
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
-from kjo_django.admin.display import one_line, short_arguments
+from kjo_django.admin.display import one_line, seconds_taken, short_arguments
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction, search
@@ -57,7 +56,7 @@ def show_list(page: Page) -> HttpResponse:
         hide_texts(listed.rows)
     rows: Sequence[Any] = () if listed is None else listed.rows
     shown, limits = shown_states(rows), limits_awaited(rows)
-    taken = _seconds_taken(rows, shown)
+    taken = seconds_taken(rows, shown)
     arguments = short_arguments(rows) if page.may("view_payload") else {}
     for row in rows:
         row.shown_state = shown[row.pk]
@@ -83,29 +82,6 @@ def show_list(page: Page) -> HttpResponse:
         controls="jobs_form.html",
         title=_("Jobs"),
     )
-
-
-def _seconds_taken(rows: Sequence[Job], shown: dict[Any, JobStatus]) -> dict[Any, float]:
-    """Return how long the latest attempt of each job ran, by the job's key: of a running job until
-    now. Jobs of which it is not known are missing. It costs a query if one has failed.
-
-    :param shown: the state that people are shown, by the job's key.
-    """
-    now, taken = timezone.now(), dict[Any, float]()
-    for row in rows:
-        ended = now if shown[row.pk] == JobStatus.PROCESSING else row.finished_at
-        if row.state != JobState.FAILED and row.started_at is not None and ended is not None:
-            taken[row.pk] = max(0.0, (ended - row.started_at).total_seconds())
-    failed = [row.pk for row in rows if row.state in (JobState.FAILED, JobState.FAILING)]
-    if failed:
-        failures = JobFailure.objects.using(jobs_database()).order_by()
-        latest = failures.filter(
-            job_id__in=failed, attempt=F("job__attempts"), generation=F("job__generation")
-        )
-        for key, started_at, failed_at in latest.values_list("job_id", "started_at", "failed_at"):
-            if started_at is not None:
-                taken[key] = max(0.0, (failed_at - started_at).total_seconds())
-    return taken
 
 
 def _suggestions(page: Page) -> list[str]:
@@ -228,7 +204,7 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "is_running": status == JobStatus.PROCESSING,
             "description": _description(found.handler),
             "waited": _seconds_between(found.available_at, found.started_at),
-            "taken": _seconds_taken([found], {found.pk: status}).get(found.pk),
+            "taken": seconds_taken([found], {found.pk: status}).get(found.pk),
             "payload": payload,
             "result": _result(page, found),
             "headers": redaction.shown_headers(found) if page.may("view_payload") else None,

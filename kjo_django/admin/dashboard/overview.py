@@ -113,8 +113,8 @@ def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
     status_url, see_checks = page.url("status"), _("See all checks")
     if failed:
         text = ngettext(
-            "%d check fails; what to do is beside it.",
-            "%d checks fail; what to do is beside each.",
+            "%d check fails.",
+            "%d checks fail.",
             len(failed),
         )
         found = [*failed, *warnings]
@@ -130,8 +130,8 @@ def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
     letters = figures["open_dead_letters"]
     if letters:
         text = ngettext(
-            "Work goes on, and %(count)s dead letter waits for your decision: replay or discard.",
-            "Work goes on, and %(count)s dead letters wait for your decision: replay or discard.",
+            "Work goes on, and %(count)s dead letter needs a decision: replay or discard it.",
+            "Work goes on, and %(count)s dead letters need a decision: replay or discard them.",
             letters,
         ) % {"count": capped(letters, COUNT_LIMIT)}
         url = page.url("dead_letters") if page.may("view_deadletter") else ""

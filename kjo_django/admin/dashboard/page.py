@@ -4,6 +4,9 @@ A screen is a function of a `Page` (one request of one operator) and returns a r
 changes by itself is in one template, its live part. A page includes it, and a request with the
 header ``X-Kjo-Fragment`` gets it alone: a refresh costs one small response, or an empty one when
 nothing changed (ETag).
+
+Where queues have databases of their own, a page shows one database. ``?database=alias`` chooses it,
+and a cookie keeps the choice.
 """
 
 from __future__ import annotations
@@ -29,16 +32,20 @@ from django.http import (
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
 from django.urls import NoReverseMatch, reverse
-from django.utils.http import url_has_allowed_host_and_scheme
+from django.utils.http import url_has_allowed_host_and_scheme, urlencode
 from django.utils.translation import gettext as _
 
 from kjo_django.admin.actions import attempted, audited
 from kjo_django.operations.actions import Action, Subject, Surface, actions_of
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.safe_text import inert
+from kjo_django.runtime import databases, jobs_database, use_database
 
 CACHE_SECONDS = 2.0
 """Seconds for which a screen's data is shared between viewers."""
+
+DATABASE, COOKIE = "database", "kjo_database"
+"""The parameter and the cookie that name the database."""
 
 PAGE = "admin/kjo_django/dashboard/page.html"
 
@@ -122,12 +129,14 @@ class Page:
         *,
         title: Any,
         controls: str = "",
+        below: str = "",
         status: int = 200,
     ) -> HttpResponse:
         """Return a page.
 
         :param live: name of the template of the part that is polled; "" for none.
         :param controls: name of the template of what stays as it is: search, forms.
+        :param below: name of the template of what stays as it is below the live part.
         """
         folder = "admin/kjo_django/dashboard/"
         may = PermWrapper(self.request.user)["kjo_django"]  # for templates: may.retry_job
@@ -139,7 +148,9 @@ class Page:
             "title": inert(str(title)),
             "live_template": live and folder + live,
             "controls_template": controls and folder + controls,
+            "below_template": below and folder + below,
             "navigation": self._navigation(),
+            "databases": self._databases(),
             "plain": self._plain(),
         }
         return TemplateResponse(self.request, PAGE, context, status=status)
@@ -166,10 +177,24 @@ class Page:
             if screen.title and self.may(screen.permission)
         ]
 
+    def _databases(self) -> list[dict[str, Any]]:
+        """Return a link to each database that holds jobs; none where it is one."""
+        known, here = databases(), jobs_database()
+        return [
+            {
+                "title": inert(alias),
+                "url": f"{self.url('overview')}?{urlencode({DATABASE: alias})}",
+                "is_here": alias == here,
+            }
+            for alias in (known if len(known) > 1 else ())
+        ]
+
     def _plain(self) -> dict[str, Any]:
         """Return the link to the admin's own list of the screen's rows, or to its page of a row."""
         if not self._model or not self.may(f"view_{self._model}"):
             return {}
+        if jobs_database() != databases()[0]:
+            return {}  # the admin's own lists are those of the first database
         is_list = self._key is None
         place = f"admin:kjo_django_{self._model}_{'changelist' if is_list else 'change'}"
         arguments = () if is_list else (self._key,)
@@ -248,7 +273,7 @@ def address_name(name: str) -> str:
 def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callable[..., Any]:
     """Return the view of a screen."""
 
-    def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
+    def show(request: HttpRequest, **arguments: Any) -> HttpResponse:
         key = next(iter(arguments.values()), None)
         page = Page(request, site, screens, screen.model, key)
         if not (page.may("view_dashboard") and page.may(screen.permission)):
@@ -256,6 +281,20 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
         if screen.is_action and request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
         return screen.view(page, **arguments)
+
+    def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
+        known, wanted = databases(), request.GET.get(DATABASE)
+        chosen = wanted or request.COOKIES.get(COOKIE)
+        if chosen not in known or len(known) == 1:
+            return show(request, **arguments)
+        with use_database(chosen):
+            response = show(request, **arguments)
+            if isinstance(response, TemplateResponse):
+                response.render()  # what it shows is read meanwhile
+        if wanted:
+            secure = request.is_secure()
+            response.set_cookie(COOKIE, chosen, secure=secure, httponly=True, samesite="Lax")
+        return response
 
     return view
 
@@ -285,4 +324,5 @@ def forget(name: str) -> None:
 
 
 def _key(name: str) -> str:
-    return f"kjo-dashboard-{hashlib.sha256(name.encode()).hexdigest()[:40]}"
+    named = f"{jobs_database()}:{name}"
+    return f"kjo-dashboard-{hashlib.sha256(named.encode()).hexdigest()[:40]}"

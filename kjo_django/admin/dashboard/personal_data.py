@@ -32,7 +32,7 @@ TYPED = {"keys": "keys", "ids": "ids", "values": "fields"}
 """Fields of the form, and what they are called in a request."""
 MODES = (
     (Mode.DELETE.value, gettext_lazy("Delete jobs and dead letters")),
-    (Mode.REDACT.value, gettext_lazy("Keep the rows, and empty them")),
+    (Mode.REDACT.value, gettext_lazy("Keep the rows and empty them")),
 )
 
 
@@ -47,22 +47,22 @@ def _lines(label: Any, help_text: Any) -> forms.CharField:
 class PersonForm(forms.Form):
     """What a person is known by, and what is to become of the rows."""
 
-    keys = _lines(gettext_lazy("Keys"), gettext_lazy("Of jobs and messages, one a line."))
+    keys = _lines(gettext_lazy("Keys"), gettext_lazy("Keys of jobs and messages, one per line."))
     ids = _lines(
         gettext_lazy("Ids"),
-        gettext_lazy("Unique ids, and ids of jobs and messages, one a line."),
+        gettext_lazy("Unique ids, and ids of jobs and messages, one per line."),
     )
     values = _lines(
         gettext_lazy("Fields"),
-        gettext_lazy("Such as customer.email=ada@example.org, one a line; *=… for any field."),
+        gettext_lazy("For example customer.email=ada@example.org, one per line. *=… is any field."),
     )
-    mode = forms.ChoiceField(label=gettext_lazy("What becomes of the rows"), choices=MODES)
+    mode = forms.ChoiceField(label=gettext_lazy("What to do with the rows"), choices=MODES)
     cancel = forms.BooleanField(
         label=gettext_lazy("Also cancel open jobs and workflows"), required=False
     )
     reference = forms.CharField(
         label=gettext_lazy("Reference"),
-        help_text=gettext_lazy("Of the request, for the log: a number, no name."),
+        help_text=gettext_lazy("Reference of the request, for the log. A number, not a name."),
         required=False,
         max_length=MAX_REFERENCE,
     )

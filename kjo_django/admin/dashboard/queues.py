@@ -99,7 +99,7 @@ def show_one(page: Page, queue: str) -> HttpResponse:
             "ranges": overview.range_links(page),
             "charts": [chart.render() for chart in overview.charts(length, queue)],
         },
-        controls="queue_form.html",
+        below="queue_form.html",
         title=_("Queue %s") % queue,
     )
 

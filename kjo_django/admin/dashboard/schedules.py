@@ -31,7 +31,7 @@ from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.safe_text import inert
 from kjo_django.runtime import jobs_database
 from kjo_django.schedules import shown
-from kjo_django.schedules.declarations import COLUMNS, TIMES, ScheduleFaults
+from kjo_django.schedules.declarations import COLUMNS, TIMES, ScheduleFaults, in_order
 from kjo_django.schedules.shown import ScheduleState
 from kjo_django.timetables import zone_of
 
@@ -65,7 +65,8 @@ def show_list(page: Page) -> HttpResponse:
     chosen = given.get("state", "") if given.get("state") in dict(FILTERS) else ""
     after = given.get("after", "").replace("\0", "")
     rows = _found(text, chosen)
-    listed = list((rows.filter(name__gt=after) if after else rows).order_by("name")[: SIZE + 1])
+    rows = (rows.filter(name__gt=after) if after else rows).order_by("name")
+    listed = in_order(rows, SIZE + 1)
     has_more = len(listed) > SIZE
     listed = listed[:SIZE]
     base = {name: value for name, value in (("q", text), ("state", chosen)) if value}
@@ -119,6 +120,7 @@ def _rows(page: Page, listed: list[Schedule]) -> list[dict[str, Any]]:
                 **facts,
                 "row": row,
                 "badge": STATES[facts["state"]],
+                "next": facts["next_at"] and in_zone(facts["next_at"], _zone_of(row)),
                 "source_label": row.get_source_display(),
                 "last_job": job,
                 "last_state": None if job is None else states[job.pk],

@@ -97,7 +97,7 @@ def _worker(page: Page, row: Member) -> dict[str, Any]:
         # Of a job, which may quote its payload.
         "last_error": worker["last_error"] if page.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
-        "wish_label": Worker.Request(worker["asked_to"] or "").label,
+        "request_label": Worker.Request(worker["asked_to"] or "").label,
         "buttons": page.buttons(
             Subject.WORKERS, worker["asked_to"] or worker["state"], worker["id"], worker["name"]
         ),

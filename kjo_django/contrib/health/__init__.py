@@ -22,7 +22,7 @@ from django.views import View
 from kjo_django.operations.monitoring.health import (
     Check,
     Thresholds,
-    health,
+    health_everywhere,
     is_healthy,
     lag_by_partition,
 )
@@ -47,7 +47,7 @@ def _shared_checks(timeout: float, thresholds: Thresholds, seconds: float) -> li
         key = (timeout, thresholds)
         found_at, checks = _found.get(key, (-math.inf, []))
         if time.monotonic() - found_at >= seconds:
-            checks = health(timeout, thresholds)
+            checks = health_everywhere(timeout, thresholds)
             _found[key] = (time.monotonic(), checks)
         return checks
     finally:
@@ -84,7 +84,7 @@ class HealthView(View):
         # The last tenth is left to the lag of each partition.
         timeout = 0.9 * self.timeout
         if sees_details:
-            checks = health(timeout, thresholds)
+            checks = health_everywhere(timeout, thresholds)
         else:
             checks = _shared_checks(timeout, thresholds, self.cache_seconds)
         is_ok = bool(checks) and is_healthy(checks)
@@ -120,5 +120,5 @@ def _read(request: HttpRequest, usual: Thresholds) -> Thresholds:
         if "max_idle" in given:
             changes["idle"] = timedelta(seconds=float(given["max_idle"]))
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"A threshold is no number: {error}") from error
+        raise ValueError(f"A threshold is not a number: {error}") from error
     return replace(usual, **changes)

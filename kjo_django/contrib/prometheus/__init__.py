@@ -18,13 +18,15 @@ from django.views import View
 from kjo_django.conf import settings_as_read
 from kjo_django.contrib.health import may_see
 from kjo_django.contrib.prometheus.exposition import CONTENT_TYPE, collect, render
+from kjo_django.runtime import UnknownDatabaseError, databases, use_database
 
 
 class MetricsView(View):
     """Answers ``GET`` of clients that send ``Authorization: Bearer <METRICS_TOKEN>``, and of users
     with the permission ``view_job``.
 
-    The labels name queues and handlers.
+    The labels name queues and handlers. Where queues have databases of their own, each database is
+    a target: ``?database=alias``.
 
     :cvar timeout: seconds that the transports and Redis have to answer; otherwise their metrics are
         left out.
@@ -40,7 +42,11 @@ class MetricsView(View):
             response["WWW-Authenticate"] = "Bearer"
         else:
             try:
-                response = HttpResponse(render(collect(self.timeout)), content_type=CONTENT_TYPE)
+                with use_database(request.GET.get("database") or databases()[0]):
+                    text = render(collect(self.timeout))
+                response = HttpResponse(text, content_type=CONTENT_TYPE)
+            except UnknownDatabaseError as error:
+                response = HttpResponse(f"{error}\n", content_type="text/plain", status=400)
             except DatabaseError:
                 response = _unavailable("The database does not answer.\n")
             except ImproperlyConfigured:

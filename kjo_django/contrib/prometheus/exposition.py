@@ -100,7 +100,8 @@ def _executions(now: datetime) -> Iterable[Family]:
     from the start, or the first failure of an hour would be missed.
     """
     done = metrics.by_queue_and_handler(_hour(now))
-    for handler in registry.handlers():
+    holds = current_runtime().holds
+    for handler in (each for each in registry.handlers() if holds(each.options.queue)):
         done.setdefault((handler.options.queue, handler.name), metrics.Figures())
     found = sorted(done.items(), key=lambda item: item[0])
     for counter, (name, meaning) in _COUNTERS.items():
@@ -226,7 +227,7 @@ def _workers(now: datetime) -> Iterable[Family]:
     alive = [worker for worker in status.workers(now) if worker["is_alive"]]
     count = Family("kjo_workers_alive", "gauge", "Worker processes with a fresh heartbeat.")
     count.add(len(alive))
-    running = Family("kjo_jobs_running", "gauge", "Jobs the living workers have in hand.")
+    running = Family("kjo_jobs_running", "gauge", "Jobs that the live workers have in flight.")
     running.add(sum(worker["in_flight"] for worker in alive))
     lanes = Family("kjo_worker_lanes", "gauge", "Jobs the living workers can run at once.")
     lanes.add(sum(worker["concurrency"] for worker in alive))

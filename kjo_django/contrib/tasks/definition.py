@@ -56,12 +56,6 @@ def _end(value: Any) -> Any:
         raise ValueError(wanted) from None
 
 
-def _lifetime(value: Any) -> timedelta:
-    if not isinstance(value, timedelta):
-        raise ValueError("a timedelta of at least a millisecond")
-    return lifetime(value)
-
-
 UNIQUE = ("unique_for", "unique_by", "debounce", "debounce_max", "on_conflict")
 """The options that say what an enqueue does about earlier ones."""
 
@@ -84,7 +78,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "unique_id": _identity,
     "key": _key,
     "expires": _end,
-    "result_ttl": _lifetime,
+    "result_ttl": lifetime,
     "atomic": _flag,
     **{name: _of_unique(name) for name in UNIQUE},
 }
@@ -195,7 +189,7 @@ def task(
     """
     refuse_unknown(options, {*CHECKS, "run_after"}, "task")
     if "run_after" in options:
-        raise TypeError("run_after is no option of the decorator; use .using(run_after=…)")
+        raise TypeError("run_after is not an option of the decorator; use .using(run_after=…)")
 
     def declare(function: Callable[..., Any]) -> Any:
         return task_backends[backend].task_class(
@@ -293,7 +287,7 @@ class TaskCall:
             dicts = isinstance(call.kwargs, dict) and isinstance(call.using, dict)
             if texts and call.path and dicts and isinstance(call.args, list):
                 return call
-        raise MessageError("invalid", "The payload is no call of a task")
+        raise MessageError("invalid", "The payload is not a call of a task")
 
 
 def find_task(path: str) -> Any:

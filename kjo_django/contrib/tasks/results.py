@@ -40,6 +40,7 @@ from kjo_django.contrib.tasks.definition import (
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, make_unique, new_job
+from kjo_django.enqueue.handle import database_of_job
 from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import result_of
@@ -63,7 +64,7 @@ def store_task(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any])
     answer = store([job])[0]
     if answer.is_new:
         return _result(job, [], job.status, task=task, alias=backend.alias, call=_call_of(job))
-    held = Job.objects.using(jobs_database()).get(pk=answer.job_id)
+    held = Job.objects.using(answer.database).get(pk=answer.job_id)
     call = _call_of(held) if held.handler == NAME else None
     if call is None or call.path != task.module_path:
         raise InvalidTask(f"{job.unique_id!r} is the unique id of another job of {job.queue!r}.")
@@ -77,7 +78,7 @@ def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
     """
     try:
         key = uuid.UUID(str(result_id))
-        job = Job.objects.using(jobs_database()).get(pk=key, handler=NAME)
+        job = Job.objects.using(database_of_job(key)).get(pk=key, handler=NAME)
         call = _call_of(job)
         if call.backend == backend.alias and not _is_over(job):
             return _result_of_row(job, call, backend.alias)
@@ -226,7 +227,7 @@ def _result_of_row(
 ) -> KJOTaskResult:
     failures: list[JobFailure] = []
     if job.attempts > (job.state == JobState.COMPLETED) or job.state == JobState.FAILED:
-        rows = JobFailure.objects.using(jobs_database())
+        rows = JobFailure.objects.using(job._state.db or jobs_database())
         failures = list(rows.filter(job_id=job.pk, generation=job.generation))
     task = _restored_task(find_task(call.path), call, job.queue)
     return _result(

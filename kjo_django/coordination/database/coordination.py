@@ -26,20 +26,35 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from django.db import InterfaceError, OperationalError, connections, router, transaction
+from django.db import (
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    connections,
+    router,
+    transaction,
+)
 from django.db.models import F, QuerySet
 
 from kjo_django.conf import get_settings
-from kjo_django.coordination.base import Claim, Coordination, Listener, Pace, slot_name
+from kjo_django.coordination.base import (
+    LONGEST_SLACK,
+    Claim,
+    Coordination,
+    Listener,
+    Pace,
+    slot_name,
+)
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
+from kjo_django.store.servers import mend_connection
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-OUTAGES = (OperationalError, InterfaceError)
+OUTAGES = (OperationalError, InterfaceError, InternalError)
 
 _LONGEST_NAME = 255
 _BATCH = 900
@@ -56,6 +71,7 @@ class DatabaseCoordination(Coordination):
     """See the module."""
 
     known_options = frozenset({"DATABASE", "LISTEN_DATABASE"})
+    is_with_jobs = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -172,7 +188,8 @@ class DatabaseCoordination(Coordination):
                 changed: dict[str, datetime] = {}
                 for pace in {pace for ask in batch for pace in ask}:
                     name = _stored(pace.name)
-                    last = now + timedelta(seconds=within + pace.interval * pace.burst)
+                    most = within + pace.interval * pace.burst + LONGEST_SLACK
+                    last = now + timedelta(seconds=most)
                     if free[name] > last:
                         free[name] = changed[name] = last
                 for ask in batch:
@@ -186,7 +203,7 @@ class DatabaseCoordination(Coordination):
                         continue
                     for pace in ask:
                         name = _stored(pace.name)
-                        interval = timedelta(seconds=pace.interval)
+                        interval = timedelta(seconds=pace.interval + pace.slack)
                         free[name] = changed[name] = max(free[name], moment) + interval
                 self._set(changed, "")
             return answers
@@ -310,9 +327,7 @@ class DatabaseCoordination(Coordination):
 
     def _lost(self, error: Exception) -> CoordinationError:
         """Close the connection if it is broken; return what to raise for an outage."""
-        connection = connections[self.database]
-        if not connection.in_atomic_block:
-            connection.close_if_unusable_or_obsolete()
+        mend_connection(self.database)
         return CoordinationError(self._outage(error))
 
     def _outage(self, error: Exception) -> str:

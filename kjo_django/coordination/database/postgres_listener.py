@@ -21,6 +21,7 @@ from kjo_django.store.postgres import (
     lends_sessions,
     plain_connection,
 )
+from kjo_django.store.servers import reports_read_only
 
 _ALIVE_EVERY = 60.0
 
@@ -79,6 +80,8 @@ class PostgresListener(ReconnectingListener):
             # Also that the session is another's by now: a pooler that was too busy to be seen.
             if backend_pid(connection) != self._backend:
                 raise SessionLentError(self._alias)
+            if reports_read_only(connection):
+                raise psycopg.OperationalError("No NOTIFY comes: the server takes no writes")
             self._alive_at = time.monotonic() + _ALIVE_EVERY
         calls = {notice.payload for notice in connection.notifies(timeout=0)}
         return calls & self._channels

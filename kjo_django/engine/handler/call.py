@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -36,11 +36,11 @@ from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContex
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import inheritable, inheriting
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 from kjo_django.registry import Handler, handlers
 from kjo_django.running_job import running
 from kjo_django.runtime import Runtime
+from kjo_django.store import Store
 from kjo_django.tracing import Tracer
 
 Context = JobContext | BatchContext
@@ -84,31 +84,48 @@ def call_isolated(call: Callable[[], object], what: str, facts: Mapping[str, Any
 
 
 @contextmanager
-def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
-    left: the transaction around it would take itself for one of them, and never be committed.
+def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
+    """A transaction that makes endings durable. A worker's is always the outermost; within a test's
+    own, a savepoint keeps a failure from breaking that one.
 
-    What their ``on_commit`` callbacks raise is logged from then on: the commit stands, and the
-    callbacks of others in the group come after it. Django's own robust callbacks fail when they log
-    one without a ``__qualname__``, such as a partial.
+    Yields a list for the attempts it records: recorded with its commit; should it raise, in doubt,
+    since nobody knows whether the COMMIT took effect.
+
+    Blocks of ``atomic()`` that handlers have entered in it and not left end with it: it would take
+    itself for one of them, and never be committed. What their ``on_commit`` callbacks raise is
+    logged: the commit stands, and the callbacks of others in the group come after it. Django's own
+    robust callbacks fail when they log one without a ``__qualname__``, such as a partial.
+
+    :param calls_handlers: whether handlers, or hooks of theirs, are called in it.
     """
-    savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
-    # Those of a test's own transaction are not of this block, nor of the next ones.
-    start = len(connection.run_on_commit)
+    attempts: list[Attempt] = []
+    connection = connections[store.alias]
     try:
-        yield
-        callbacks: list[Any] = connection.run_on_commit
-        callbacks[start:] = [
-            (
-                sids,
-                partial(call_isolated, call, f"An on_commit callback failed: {call!r}", {}),
-                False,
-            )
-            for sids, call, _ in callbacks[start:]
-        ]
-    finally:
-        del connection.savepoint_ids[savepoints:]
-        del connection.atomic_blocks[blocks:]
+        with store.transaction(calls_handlers=calls_handlers):
+            savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
+            # Those of a test's own transaction are not of this block, nor of the next ones.
+            start = len(connection.run_on_commit)
+            try:
+                yield attempts
+                callbacks: list[Any] = connection.run_on_commit
+                callbacks[start:] = [
+                    (
+                        sids,
+                        partial(call_isolated, call, f"An on_commit callback failed: {call!r}", {}),
+                        False,
+                    )
+                    for sids, call, _ in callbacks[start:]
+                ]
+            finally:
+                del connection.savepoint_ids[savepoints:]
+                del connection.atomic_blocks[blocks:]
+    except Exception:
+        for attempt in attempts:
+            attempt.is_in_doubt = True
+            attempt.delivery.attempt = attempt
+        raise
+    for attempt in attempts:
+        attempt.is_recorded = True
 
 
 # --- The call -------------------------------------------------------------------------------------
@@ -286,9 +303,8 @@ def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> Non
         assert attempt.delivery.message is not None
         # A result travels as its payload does: whoever reads the row knows how to read both.
         payloads = serializer_for(attempt.delivery.message.content_type)
-        results = handler.options.result_serializer or payloads
         try:
-            attempt.result = dump_result(result, payloads, results)
+            attempt.result = dump_result(result, payloads, handler.options.result_serializer)
         except PayloadError as error:
             raise PermanentError(f"The handler's result cannot be stored: {error}") from error
 
@@ -351,7 +367,7 @@ def chain(
                 finally:
                     watch.calls.discard(call)
         finally:
-            inheriting.reset(tokens[1])
+            names.inheriting.reset(tokens[1])
             running.reset(tokens[0])
 
     async def run_on_loop(context: Context) -> Any:
@@ -361,7 +377,7 @@ def chain(
             with span, RunningCall(watch, context, None):
                 return await with_limit(behind(context), context, context.time_limit)
         finally:
-            inheriting.reset(tokens[1])
+            names.inheriting.reset(tokens[1])
             running.reset(tokens[0])
 
     return run_on_loop if on_loop else run
@@ -372,8 +388,13 @@ def _enter(context: Context) -> tuple[Token[Any], Token[Any]]:
     inherit headers of its message, of a batch those that all its messages have in common. Return
     the tokens that end both. A context manager would cost every job two microseconds more."""
     runs = context.items if isinstance(context, BatchContext) else (context,)
-    inherited = inheritable([run.delivery.record.headers for run in runs if run.delivery])
-    return running.set(context), inheriting.set(inherited)
+    first, *others = [run.delivery.record.headers if run.delivery else {} for run in runs]
+    found = {
+        name: first[name].decode("utf-8", "replace")
+        for name in names.INHERITED
+        if first.get(name) and all(other.get(name) == first[name] for other in others)
+    }
+    return running.set(context), names.inheriting.set(names.usable(found) if found else found)
 
 
 def _span(context: Context, tracer: Tracer) -> AbstractContextManager[object]:

@@ -13,6 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
 from kjo_django.store import store_for
+from kjo_django.store.servers import drop, is_usable
 
 logger = logging.getLogger("kjo_django")
 
@@ -48,10 +49,10 @@ def freshen_connections(
             _abandon(connection, around)
         elif connection.connection is None or connection.in_atomic_block:
             continue
-        elif getattr(connection.connection, "closed", False) or (
-            connection.errors_occurred and not connection.is_usable()
-        ):
+        elif getattr(connection.connection, "closed", False):
             connection.close()
+        elif connection.errors_occurred and not is_usable(connection):
+            drop(connection)
         else:
             connection.errors_occurred = False
             close_at = connection.close_at if connection.settings_dict["CONN_MAX_AGE"] else None
@@ -131,7 +132,9 @@ def is_pristine(connection: BaseDatabaseWrapper, blocks: int | None = None) -> b
 
     :param blocks: how many blocks of ``atomic()`` it began with; None: that is not checked.
     """
-    if connection.needs_rollback or _transaction_state(connection) in (_UNUSABLE, _NONE):
+    if connection.needs_rollback or connection.closed_in_transaction:
+        return False
+    if _transaction_state(connection) in (_UNUSABLE, _NONE):
         return False
     return blocks is None or len(connection.atomic_blocks) == blocks
 
@@ -175,24 +178,28 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
 
 
 def drop_broken_connections() -> None:
-    """Close what no longer answers; the next query connects anew."""
+    """Close what no longer answers, or takes no writes; the next query connects anew."""
     for connection in connections.all(initialized_only=True):
         # Of a closed one Django's MySQL backend cannot tell.
         is_idle = connection.connection is not None and not connection.in_atomic_block
-        if is_idle and not connection.is_usable():
-            connection.close()
+        if is_idle and not is_usable(connection):
+            drop(connection)
 
 
 _OPEN, _UNUSABLE, _NONE = "open", "unusable", "none"
 _PQ_IDLE, _PQ_ACTIVE, _PQ_IN_TRANSACTION, _PQ_IN_ERROR = 0, 1, 2, 3
 """Of libpq's PGTransactionStatusType."""
+_MYSQL_IN_TRANSACTION, _MYSQL_AUTOCOMMIT = 1, 2
+"""Of the flags with which a MariaDB or MySQL server ends each answer; PyMySQL keeps the last."""
 
 
 def _transaction_state(connection: BaseDatabaseWrapper) -> str | None:
     """Return what the driver knows of the connection's transaction without asking the database:
     whether there is one, or the next query begins it, and whether an error has made it unusable, as
-    on PostgreSQL. None: the driver does not know, or is neither psycopg 3 nor sqlite3."""
+    on PostgreSQL. None: the driver does not know, or is none of psycopg 3, sqlite3 and PyMySQL."""
     raw: Any = connection.connection
+    if (flags := getattr(raw, "server_status", None)) is not None:
+        return _OPEN if flags & _MYSQL_IN_TRANSACTION or not flags & _MYSQL_AUTOCOMMIT else _NONE
     if (server := getattr(raw, "pgconn", None)) is None:
         is_open = getattr(raw, "in_transaction", None)
         return None if is_open is None else _OPEN if is_open else _NONE
@@ -205,13 +212,14 @@ def _transaction_state(connection: BaseDatabaseWrapper) -> str | None:
 
 
 def answers(using: str) -> bool:
-    """Return whether the database can be used now, on a new connection where the old one broke."""
+    """Return whether the database can be used now, on a new connection where the old one broke, or
+    its server takes no writes any more."""
     connection = connections[using]
     try:
-        if connection.connection is not None and not connection.is_usable():
-            connection.close()
+        if connection.connection is not None and not is_usable(connection):
+            drop(connection)
         connection.ensure_connection()
-        return connection.is_usable()
+        return is_usable(connection)
     except (DatabaseError, InterfaceError, OSError):
         return False
 

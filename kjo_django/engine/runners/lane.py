@@ -159,6 +159,11 @@ class LaneRunner:
                 for attempt in step
                 if attempt.ending is None and not ended.held_back.covers(attempt.delivery)
             ]
+            if not calls:
+                continue
+            # Before the permit is looked at: what is written here may take longer than a start may
+            # be late.
+            ended.before_handler()
             late = [
                 attempt
                 for attempt in calls
@@ -172,7 +177,6 @@ class LaneRunner:
                 ended.held_back.after(late)
             if calls:
                 has_begun = True
-                ended.before_handler()
                 began = time.monotonic()
                 self._call(calls, self._fresh_connections())
                 for attempt in calls:

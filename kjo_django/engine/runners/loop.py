@@ -31,11 +31,17 @@ from kjo_django.engine.handler.connections import freshen_connections, may_be_le
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.recorder import EndedQueue, Recorder
 from kjo_django.runtime import Runtime
+from kjo_django.store.servers import leave_retired
 
 logger = logging.getLogger("kjo_django")
 
 RESTART_DELAY = 1.0
 """Seconds before another event loop begins when one has ended."""
+MOST_STARTS = 32
+"""Coroutines that start in one turn of the loop at most."""
+QUICK_TURN = 0.001
+"""Seconds. After a turn that took no longer, twice as many coroutines start in the next one; else
+half as many."""
 
 
 class TaskExited(RuntimeError):
@@ -185,12 +191,17 @@ class LoopRunner:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
             spawn(sync_to_async(self._freshen)())
+            starts = 1
             while self._waiting and not self.is_closed:
-                step = self._waiting.popleft()
-                spawn(self._run_step(step), step)
-                # One start for each turn of the loop: where a start takes long, as making a client
-                # of HTTP does, those that run get their answers meanwhile.
+                for _ in range(min(starts, len(self._waiting))):
+                    step = self._waiting.popleft()
+                    spawn(self._run_step(step), step)
+                # Where a start takes long, as making a client of HTTP does, those that run get
+                # their answers after each. Each turn costs as much as several quick starts.
+                began = time.monotonic()
                 await asyncio.sleep(0)
+                is_quick = time.monotonic() - began < QUICK_TURN
+                starts = min(2 * starts, MOST_STARTS) if is_quick else max(1, starts // 2)
         for task in tasks:
             task.cancel()
 
@@ -220,3 +231,5 @@ class LoopRunner:
         if left := freshen_connections(is_own=True):
             what = f"One of the coroutines that ran at the same time: {left}"
             self._undone.append(TransactionManagementError(what))
+        # Coroutines may only read there: their jobs are recorded by another thread.
+        leave_retired(self._runtime.database)

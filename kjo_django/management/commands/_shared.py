@@ -8,9 +8,9 @@ import sys
 import time
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import (
@@ -26,6 +26,7 @@ from django.utils.dateparse import parse_datetime
 from kjo_django.exceptions import KjoError
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
+from kjo_django.runtime import UnknownDatabaseError, databases, use_database
 from kjo_django.values import LONGEST, number
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -36,7 +37,7 @@ def duration(text: str) -> timedelta:
     """Read ``90s``, ``15m``, ``2h``, ``7d``, ``1w``; a bare number counts seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip().lower())
     if match is None:
-        raise ArgumentTypeError(f"{text!r} is no duration; write 90s, 15m, 2h, 7d or 1w")
+        raise ArgumentTypeError(f"{text!r} is not a duration; write 90s, 15m, 2h, 7d or 1w")
     try:
         return timedelta(**{_UNITS[match[2] or "s"]: float(match[1])})
     except OverflowError:
@@ -55,14 +56,14 @@ def instant(text: str) -> datetime:
         return found
     except (ArgumentTypeError, OverflowError, ValueError):
         raise ArgumentTypeError(
-            f"{text!r} is no time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
+            f"{text!r} is not a time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
         ) from None
 
 
 def positive(text: str) -> int:
     """Read a whole number above 0."""
     if not text.isdigit() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
@@ -122,11 +123,21 @@ class ParsedCommand(BaseCommand):
     # This app's settings alone: for the checks of others Django imports every view of the project,
     # which a worker never calls.
     requires_system_checks: tuple[str, ...] = ("kjo",)
+    works_with_all: ClassVar[bool] = False
+    """Whether it works with all databases that hold jobs unless ``--database`` names one."""
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return the parser of the command line."""
         kwargs.setdefault("formatter_class", _HelpFormatter)
-        return super().create_parser(prog_name, subcommand, **kwargs)
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        usual = "all of them" if self.works_with_all else "the first of them"
+        parser.add_argument(
+            "--database",
+            metavar="ALIAS",
+            help=f"Where queues have databases of their own: the one to work with; {usual} if not "
+            "given.",
+        )
+        return parser
 
     def execute(self, *args: Any, **options: Any) -> str | None:
         """Parse the options that are text still, then run."""
@@ -138,7 +149,21 @@ class ParsedCommand(BaseCommand):
                     options[action.dest] = action.type(given)
                 except (ArgumentTypeError, TypeError, ValueError) as error:
                     raise CommandError(f"{action.dest}: {error}", returncode=2) from error
-        return super().execute(*args, **options)
+        try:
+            with using(options.get("database")):
+                return super().execute(*args, **options)
+        except UnknownDatabaseError as error:
+            raise CommandError(str(error), returncode=2) from error
+
+
+def using(database: str | None) -> AbstractContextManager[object]:
+    """Return a block that works with a database; with the one that is worked with, for None."""
+    return nullcontext() if database is None else use_database(database)
+
+
+def chosen_databases(options: dict[str, Any]) -> list[str]:
+    """Return the database that ``--database`` names, else all that hold jobs."""
+    return [options["database"]] if options.get("database") else databases()
 
 
 class KjoCommand(ParsedCommand):

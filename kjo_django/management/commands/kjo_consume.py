@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from django.utils import autoreload
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.definition import known_queue
-from kjo_django.management.commands._shared import ParsedCommand, positive, seconds
+from kjo_django.management.commands._shared import (
+    ParsedCommand,
+    chosen_databases,
+    positive,
+    seconds,
+)
 from kjo_django.operations.monitoring.health import missing_tables
+from kjo_django.runtime import database_of, jobs_database, use_database
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
 
@@ -24,8 +31,9 @@ REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERV
 
 
 class Command(ParsedCommand):
-    """Run jobs until stopped."""
+    """Run jobs until stopped: one process, or ``--processes``, for each database of the queues."""
 
+    works_with_all = True
     help = "Consume queues: run their jobs, and relay committed ones, until stopped."
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -35,7 +43,7 @@ class Command(ParsedCommand):
             "queues",
             nargs="*",
             metavar="queue[=weight]",
-            help="Queues to consume; all if none is named. A queue with a weight starts so many "
+            help="Queues to consume; all if none is named. A queue with weight N starts N "
             "groups of jobs for one of a queue without.",
         )
         threads = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
@@ -45,7 +53,7 @@ class Command(ParsedCommand):
         add(
             "--max-messages",
             type=positive,
-            help="Exit once so many have been settled; no more than that are begun.",
+            help="Exit once this many have been settled; no more are begun.",
         )
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
@@ -65,8 +73,11 @@ class Command(ParsedCommand):
         if code:
             sys.exit(code)
 
-    def _run(self, options: dict[str, Any]) -> int:
-        # Before anything is forked: a child that ends of it would be started again and again.
+    def _check(self, options: dict[str, Any]) -> dict[str, list[str]]:
+        """Check the options, and return the databases to serve and which queues of each.
+
+        Before anything is forked: a child that ends of it would be started again and again.
+        """
         try:
             options["queues"], options["weights"] = _weighted(options["queues"])
             for name in options["queues"]:
@@ -82,29 +93,56 @@ class Command(ParsedCommand):
                 except OSError as error:
                     message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
                     raise ValueError(message) from error
-            if options["reload"] and options["processes"] > 1:
-                raise ValueError("--reload goes with a single process; leave --processes out.")
+            served = _by_database(options)
+            if options["reload"]:
+                _check_reloading(options["processes"], served)
             if options["pin"]:
                 _check_pinning(options["processes"])
+            return served
         except ValueError as error:
             raise CommandError(str(error), returncode=2) from error
-        if advice := missing_tables():
-            # It begins all the same, and works once they are there.
-            self.stderr.write(f"The tables of kjo_django are missing. {advice}")
-        if options["reload"]:
-            autoreload.run_with_reloader(self._work, **options)
-            return 0
-        if options["processes"] > 1:
-            count, pins = options["processes"], options["pin"]
-            return supervise(count, lambda: self._work(**options), pins=pins)
-        return self._work(**options)
 
-    def _work(self, **options: Any) -> int:
+    def _run(self, options: dict[str, Any]) -> int:
+        served = self._check(options)
+        for database in served:
+            with use_database(database):
+                advice = missing_tables()
+            if advice:
+                missing = f"The tables of kjo_django are missing. {advice}"
+                if options["drain"]:
+                    raise CommandError(missing)
+                # It begins all the same, and works once they are there.
+                self.stderr.write(missing)
+        if options["reload"]:
+            options["is_supervised"] = False
+            autoreload.run_with_reloader(self._work, *served, **options)
+            return 0
+        count = options["processes"] * len(served)
+        options["is_supervised"] = count > 1
+        if count > 1:
+            places = [*served.items()]
+
+            def work(place: int) -> int:
+                database, queues = places[place % len(places)]
+                return self._work(database, **{**options, "queues": queues})
+
+            return supervise(count, work, pins=options["pin"])
+        return self._work(*served, **options)
+
+    def _work(self, alias: str, /, **options: Any) -> int:
+        with use_database(alias):
+            return self._work_here(**options)
+
+    def _work_here(self, **options: Any) -> int:
         from kjo_django.worker import Worker
 
         worker = Worker(
             options["queues"] or None,
-            weights=options["weights"],
+            weights={
+                queue: weight
+                for queue, weight in options["weights"].items()
+                if database_of(queue) == jobs_database()
+            },
             concurrency=options["concurrency"],
             relay=not options["no_relay"],
             schedules=not options["no_schedules"],
@@ -114,7 +152,7 @@ class Command(ParsedCommand):
         )
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
         reporter.announce()
-        parent, is_supervised = os.getppid(), options["processes"] > 1
+        parent, is_supervised = os.getppid(), options["is_supervised"]
 
         def until() -> bool:
             reporter.report_if_due()
@@ -125,6 +163,23 @@ class Command(ParsedCommand):
         code = worker.run(until)
         reporter.report()
         return WAS_SIGNALLED if is_supervised and worker.was_signalled and not code else code
+
+
+def _by_database(options: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the databases to serve, and which queues of each; no queues are all of them.
+
+    :raises ValueError: a queue is not in the database that ``--database`` names.
+    """
+    if not options["queues"]:
+        return {alias: [] for alias in chosen_databases(options)}
+    served: dict[str, list[str]] = {}
+    for name in options["queues"]:
+        served.setdefault(database_of(name), []).append(name)
+    wanted = options.get("database")
+    for alias, names in served.items():
+        if wanted not in (None, alias):
+            raise ValueError(f"The jobs of {names[0]!r} are in {alias!r}, not in {wanted!r}.")
+    return served
 
 
 MOST_WEIGHT = 1000
@@ -157,11 +212,18 @@ def _interval(text: str) -> float:
     try:
         return 0.0 if float(text) == 0 else seconds(text)
     except (ValueError, ArgumentTypeError):
-        raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds; 0 for none") from None
+
+
+def _check_reloading(processes: int, served: Iterable[str]) -> None:
+    if processes > 1:
+        raise ValueError("--reload goes with a single process; leave --processes out.")
+    if len(aliases := list(served)) > 1:
+        raise ValueError(f"--reload goes with one --database of {', '.join(aliases)}.")
 
 
 def _check_pinning(processes: int) -> None:
     if processes == 1:
-        raise ValueError("--pin goes with --processes above 1; a single one is taskset's to pin.")
+        raise ValueError("--pin goes with --processes above 1; pin a single process with taskset.")
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError(f"--pin does not work on {sys.platform}: no process can be pinned there.")

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.management.commands._shared import KjoCommand
+from kjo_django.management.commands._shared import KjoCommand, chosen_databases
 from kjo_django.personal_data.erasure import Mode, erase
 from kjo_django.personal_data.person import Person
 
@@ -42,9 +42,14 @@ class Command(KjoCommand):
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Erase, or count with ``--dry-run``."""
+        if len(chosen := chosen_databases(options)) > 1:
+            raise ValueError(
+                "The person may have rows in each of several databases: run it for each --database "
+                f"of {', '.join(chosen)}."
+            )
         given: Any = {name: options[name] for name in ("keys", "ids", "fields")}
         if options["stdin"] and any(given.values()):
-            raise ValueError("--stdin stands in place of --key, --id and --field")
+            raise ValueError("--stdin replaces --key, --id and --field; do not give both")
         if options["stdin"]:
             given = json.load(sys.stdin)
         shows: dict[str, Any] = {}
@@ -70,5 +75,5 @@ class Command(KjoCommand):
         lines = [f"{kind}: {count:,} {verb}" for kind, count in answer["erased"].items()]
         lines = lines or ["Nothing was found to erase."]
         lines += [f"{reason}: {count:,} kept" for reason, count in answer["kept"].items()]
-        lines += ["What is or may be left:", *(f"  {text}" for text in answer["left"])]
+        lines += ["What remains:", *(f"  {text}" for text in answer["left"])]
         self.stdout.write("\n".join(lines))

@@ -6,13 +6,24 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
-from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
+from kjo_django.management.commands._shared import (
+    KjoCommand,
+    duration,
+    seconds,
+    share,
+)
+from kjo_django.operations.monitoring.health import (
+    Thresholds,
+    health,
+    health_everywhere,
+    is_healthy,
+)
 
 
 class Command(KjoCommand):
     """Check settings, database, coordination, transports, topics, relay, workers and lag."""
 
+    works_with_all = True
     help = "Check that everything is well; exits with 1 when it is not."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -33,7 +44,8 @@ class Command(KjoCommand):
             failure_rate=options["max_failure_rate"],
             idle=options["max_idle"],
         )
-        checks = health(options["timeout"], thresholds)
+        ask = health if options["database"] else health_everywhere
+        checks = ask(options["timeout"], thresholds)
         is_ok = is_healthy(checks)
         return {"healthy": is_ok, "checks": [asdict(check) for check in checks]}, is_ok
 

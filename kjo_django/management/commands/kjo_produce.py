@@ -19,14 +19,16 @@ from kjo_django.enqueue.definition import known_queue
 from kjo_django.enqueue.storing import OUTGOING
 from kjo_django.management.commands._shared import (
     ParsedCommand,
+    chosen_databases,
     command_errors,
     positive,
     seconds,
+    using,
 )
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, runtime_for
 from kjo_django.worker.report import announce, surroundings
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -38,6 +40,7 @@ class Command(ParsedCommand):
     Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage.
     """
 
+    works_with_all = True
     help = (
         "Without a producer: run the relay, which publishes committed jobs to their transports. "
         "With one (app.producers.EmailProducer): send its items, once or every --interval seconds."
@@ -70,7 +73,7 @@ class Command(ParsedCommand):
             elif options["criteria"] or options["interval"]:
                 raise ValueError("--criteria and --interval go with a producer.")
             else:
-                self._relay(options["names"], options["once"], options["json"])
+                self._relay(options)
 
     def _producer(self, names: list[str]) -> AbstractProducer | None:
         """Return the producer named, None where queues are."""
@@ -83,7 +86,7 @@ class Command(ParsedCommand):
             text = f"{names[0]!r} cannot be imported: {error}. {hint}"
             raise ValueError(text.rstrip()) from error
         if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
-            raise ValueError(f"{names[0]!r} is no AbstractProducer.")
+            raise ValueError(f"{names[0]!r} is not an AbstractProducer.")
         try:
             return found()
         except (ImproperlyConfigured, TypeError) as error:
@@ -91,7 +94,8 @@ class Command(ParsedCommand):
 
     # --- The relay --------------------------------------------------------------------------------
 
-    def _relay(self, queues: list[str], once: bool, as_json: bool) -> None:
+    def _relay(self, options: dict[str, Any]) -> None:
+        queues: list[str] = options["names"]
         for name in queues:
             try:
                 known_queue(name, also=[OUTGOING])
@@ -103,27 +107,38 @@ class Command(ParsedCommand):
             if error is not None:
                 last_error[:] = [error]
 
-        relay = Relay(queues or None, on_error=note)
-        if not relay.queues:
+        made = [
+            Relay(queues or None, runtime=runtime_for(alias), on_error=note)
+            for alias in chosen_databases(options)
+        ]
+        relays = [relay for relay in made if relay.queues]
+        if not relays:
             self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
             return
-        if once:
-            left = relay.publish_all()
-            self.stdout.write(f"Published {relay.published_count}.")
-            if left:
-                self.stdout.write(f"Another relay publishes, and was left: {', '.join(left)}.")
+        if options["once"]:
+            self._relay_once(relays)
             if last_error:
                 raise CommandError(f"Not all of it was taken: {last_error[0]}")
             return
         for number in STOP:
-            signal.signal(number, lambda *_: relay.stop())
-        what, runtime = f"Relaying {', '.join(relay.queues)}", current_runtime()
-        used = {runtime.settings.queue(name).transport for name in relay.queues}
-        facts = {"queues": relay.queues, **surroundings(runtime, used)}
-        announce(self.stdout, what, facts, as_json=as_json)
+            signal.signal(number, lambda *_: _stop(relays))
+        for relay in relays:
+            what, runtime = f"Relaying {', '.join(relay.queues)}", relay.runtime
+            used = {runtime.settings.queue(name).transport for name in relay.queues}
+            facts = {"queues": relay.queues, **surroundings(runtime, used)}
+            announce(self.stdout, what, facts, as_json=options["json"])
         self.stdout.flush()
-        relay.run()
-        self.stdout.write(f"Stopped after {relay.published_count} messages.")
+        _run(relays)
+        self.stdout.write(f"Stopped after {_published(relays)} messages.")
+
+    def _relay_once(self, relays: list[Relay]) -> None:
+        left = []
+        for relay in relays:
+            with using(relay.runtime.database):
+                left += relay.publish_all()
+        self.stdout.write(f"Published {_published(relays)}.")
+        if left:
+            self.stdout.write(f"Another relay publishes, and was left: {', '.join(left)}.")
 
     # --- A producer -------------------------------------------------------------------------------
 
@@ -173,6 +188,25 @@ class Command(ParsedCommand):
             raise ValueError(f"The criteria cannot be used: {error}") from error
 
 
+def _run(relays: list[Relay]) -> None:
+    """Run the first one in this thread, and each other one in a thread of its own."""
+    others = [threading.Thread(target=relay.run, name="kjo-relay") for relay in relays[1:]]
+    for thread in others:
+        thread.start()
+    relays[0].run()
+    for thread in others:
+        thread.join()
+
+
+def _stop(relays: list[Relay]) -> None:
+    for relay in relays:
+        relay.stop()
+
+
+def _published(relays: list[Relay]) -> int:
+    return sum(relay.published_count for relay in relays)
+
+
 def producer_hint(name: str) -> str:
     """Return which producer has nearly this class name, or which there are; "" without any."""
     paths = {each.__name__: path_of(each) for each in declared_producers(AbstractProducer)}
@@ -188,7 +222,7 @@ def read_criteria(given: list[str]) -> dict[str, Any]:
         try:
             found = json.loads(given[0])
         except ValueError as error:
-            raise ValueError(f"--criteria is no JSON: {error}") from error
+            raise ValueError(f"--criteria is not JSON: {error}") from error
         return dict(found)
     criteria: dict[str, Any] = {}
     for pair in given:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections import Counter
 from typing import Any
 
-from kjo_django.management.commands._shared import KjoCommand, duration
+from kjo_django.management.commands._shared import KjoCommand, chosen_databases, duration, using
 from kjo_django.operations.maintenance.prune import Retention, prune
 
 RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "metrics")
@@ -14,6 +15,7 @@ RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "m
 class Command(KjoCommand):
     """Delete finished jobs, dead letters, old markers and metrics by their retention."""
 
+    works_with_all = True
     help = "Delete what has been kept longer than the KJO['RETENTION_…'] settings say."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -36,8 +38,11 @@ class Command(KjoCommand):
         def progress(kind: str, count: int) -> None:
             shows.setdefault(kind, self.progress(kind))(count, None)
 
-        counts = prune(retention, dry_run=options["dry_run"], progress=progress)
-        return {"dry_run": options["dry_run"], "deleted": counts}, True
+        counts: Counter[str] = Counter()
+        for database in chosen_databases(options):
+            with using(database):
+                counts.update(prune(retention, dry_run=options["dry_run"], progress=progress))
+        return {"dry_run": options["dry_run"], "deleted": dict(counts)}, True
 
     def show(self, answer: Any) -> None:
         """Print the counts."""

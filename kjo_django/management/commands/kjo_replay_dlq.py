@@ -33,8 +33,8 @@ class Command(KjoCommand):
         add("--transport", default="default", help="With --source topic: its transport's alias.")
         add("--target", help="With --source topic: publish here, not to each record's origin.")
         add("--group", help="With --source topic: consumer group that remembers how far it got.")
-        add("--limit", type=positive, help="Replay at most so many.")
-        add("--rate", type=rate, help="At most so many a second, 0.01 to 100,000.")
+        add("--limit", type=positive, help="Replay at most this many.")
+        add("--rate", type=rate, help="At most this many per second, 0.01 to 100,000.")
         add(
             "--mode",
             choices=("republish", "reprocess"),
@@ -83,12 +83,14 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print the counts, what they consist of, and some of what was refused."""
-        verb = "would be looked at" if answer["dry_run"] else "looked at"
-        self.stdout.write(
-            f"{answer['matched']:,} dead letters {verb}, {answer['replayed']:,} replayed, "
-            f"{sum(answer['refused'].values()):,} refused, {answer['failed']:,} failed, "
-            f"{answer['skipped']:,} skipped"
-        )
+        refused = f"{sum(answer['refused'].values()):,}"
+        done = f"{refused} would be refused; nothing was changed"
+        if not answer["dry_run"]:
+            done = (
+                f"{answer['replayed']:,} replayed, {refused} refused, {answer['failed']:,} failed"
+            )
+            done += f", {answer['skipped']:,} skipped"
+        self.stdout.write(f"{answer['matched']:,} dead letters match, {done}")
         if answer["ended"]:
             ends = ", ".join(f"{count:,} {result}" for result, count in answer["ended"].items())
             self.stdout.write(f"Run here: {ends}")

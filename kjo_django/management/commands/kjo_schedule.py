@@ -8,12 +8,12 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.management.commands._shared import KjoCommand, positive
+from kjo_django.management.commands._shared import KjoCommand, chosen_databases, positive
 from kjo_django.models import Schedule
 from kjo_django.operations import schedules
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, runtime_for
 from kjo_django.schedules import celery_beat, shown
-from kjo_django.schedules.declarations import declared
+from kjo_django.schedules.declarations import declared, is_held
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.values import did_you_mean
 from kjo_django.worker.duties import DutyThread
@@ -34,6 +34,7 @@ class Command(KjoCommand):
     Workers do the former too, unless they have ``--no-schedules``. Any number may.
     """
 
+    works_with_all = True
     help = (
         "Store the jobs of due schedules until stopped. With an action: list the schedules, show "
         "the next ticks of one, run, pause or resume some, or import those of Celery beat."
@@ -67,7 +68,7 @@ class Command(KjoCommand):
         """Carry out the action, or work until stopped."""
         action, names = options["action"], options["names"]
         if action is None:
-            return self._work(options["once"], options["json"]), True
+            return self._work(options), True
         if action == IMPORT:
             jobs = dict(_pair(each) for each in options["jobs"])
             taken = celery_beat.take_over(
@@ -84,33 +85,41 @@ class Command(KjoCommand):
         is_ok = schedules.ScheduleResult.BROKEN not in outcomes.counts
         return {"action": action, "outcomes": outcomes.counts}, is_ok
 
-    def _work(self, once: bool, as_json: bool) -> dict[str, Any]:
-        runtime = current_runtime()
-        ticker = Ticker(runtime)
-        if once:
-            while ticker.step() == 0.0:
-                pass
-            return {"action": "once", "stored": ticker.stored_count}
+    def _work(self, options: dict[str, Any]) -> dict[str, Any]:
+        runtimes = [runtime_for(alias) for alias in chosen_databases(options)]
+        tickers = [Ticker(runtime) for runtime in runtimes]
+        if options["once"]:
+            for ticker in tickers:
+                while ticker.step() == 0.0:
+                    pass
+            return {"action": "once", "stored": sum(each.stored_count for each in tickers)}
         stopping = threading.Event()
         restore = stop_on_signals(stopping)
-        thread = DutyThread(runtime, "kjo-schedules", [ticker])
-        if not as_json:  # which is one object, at the end
-            names = sorted(declared(runtime.settings))
+        threads = [
+            DutyThread(runtime, "kjo-schedules", [ticker])
+            for runtime, ticker in zip(runtimes, tickers, strict=True)
+        ]
+        for runtime in () if options["json"] else runtimes:  # which is one object, at the end
+            every = declared(runtime.settings)
+            names = sorted(name for name, each in every.items() if is_held(each, runtime))
             rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
             what = "Storing the jobs of all schedules; those in code: "
             what += (", ".join(names[:MOST_NAMED]) or "none") + rest
             announce(self.stdout, what, surroundings(runtime, ()))
         self.stdout.flush()
-        thread.start()
+        for thread in threads:
+            thread.start()
         try:
             while not stopping.wait(0.2):
-                if not thread.is_alive():
+                if not all(thread.is_alive() for thread in threads):
                     raise ImproperlyConfigured("The thread that stores the jobs has ended")
         finally:
-            thread.stop()
-            thread.join(10.0)
+            for thread in threads:
+                thread.stop()
+            for thread in threads:
+                thread.join(10.0)
             restore()
-        return {"action": "worked", "stored": ticker.stored_count}
+        return {"action": "worked", "stored": sum(each.stored_count for each in tickers)}
 
     def show(self, answer: Any) -> None:
         """Print the answer of the action."""
@@ -134,18 +143,18 @@ class Command(KjoCommand):
         table: list[tuple[object, ...]] = [("name", "job", "when", "next", "last job", "state")]
         for row in rows:
             when = row["cron"] or (f"every {row['every']} s" if row["every"] else row["at"])
-            state = "paused" if row["is_paused"] else "enabled" if row["is_enabled"] else "disabled"
             next_at = row["next_at"]
             shown = "-" if next_at is None else f"{next_at:%Y-%m-%d %H:%M:%S %Z}"
             last = row["last_status"] or "-"
-            table.append((row["name"], row["job"], when, shown, last, row["problem"] or state))
+            state = row["problem"] or row["state"]
+            table.append((row["name"], row["job"], when, shown, last, state))
         self.table(table)
 
 
 def _pair(text: str) -> tuple[str, str]:
     task, _, job = text.partition("=")
     if not task or not job:
-        raise ValueError(f"--job {text!r} is no TASK=JOB.")
+        raise ValueError(f"--job {text!r} is not TASK=JOB.")
     return task, job
 
 

@@ -48,7 +48,7 @@ class Command(KjoCommand):
         if not workers:
             self.stdout.write("No worker is alive; start one with manage.py kjo_consume")
             return
-        rows = [("worker", "queues", "in hand/lanes", "processed", "failed", "heartbeat")]
+        rows = [("worker", "queues", "in flight/lanes", "processed", "failed", "heartbeat")]
         for worker in workers:
             consumed = ", ".join(worker["queues"]) or "all"
             busy = f"{worker['in_flight']}/{worker['concurrency']}"

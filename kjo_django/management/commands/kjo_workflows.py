@@ -35,7 +35,7 @@ class Command(KjoCommand):
         add("action", choices=("list", "show", *CHANGES))
         add("ids", nargs="*", metavar="id", help="Ids or unique ids; a name, to list.")
         add("--state", choices=WorkflowState.values, help="list: only those in this state.")
-        add("--limit", type=positive, default=20, help="list: at most so many.")
+        add("--limit", type=positive, default=20, help="list: at most this many.")
         add("--in", dest="ends_in", type=duration, help="deadline: from now, as 90s, 15m or 2h.")
         add("--never", action="store_true", help="deadline: remove it.")
 

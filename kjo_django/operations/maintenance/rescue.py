@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from kjo_django import registry, signals, states
+from kjo_django import signals, states
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
@@ -25,7 +25,7 @@ from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
 from kjo_django.operations.audit import send_signals
 from kjo_django.operations.jobs import lock_jobs, send
-from kjo_django.operations.queues import paused_queues
+from kjo_django.operations.queues import paused_queues, queues_here
 from kjo_django.operations.rows import chunks
 from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import JobState
@@ -54,7 +54,7 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
     :param limit: republish at most so many in one call.
     """
     report = RescueReport()
-    names = registry.queue_names() if queues is None else queues
+    names = queues_here() if queues is None else queues
     for name in sorted(set(names) - paused_queues()):
         queue = get_settings().queue(name)
         try:
@@ -114,16 +114,19 @@ def _gone(queue: QueueConf, now: datetime) -> Q:
     """Return the condition on stale jobs whose message no longer waits for the queue's group."""
     transport = get_transport(queue.transport)
     offsets = transport.offsets(queue.topics, queue.consumer_group)
-    # Jobs that wait very long, also those without a recorded offset.
-    long_ago = ago(now, PATIENCE * (now - ago(now, get_settings().rescue_after)))
-    lost = Q(queued_at__lt=long_ago, available_at__lt=long_ago)
-    lost |= Q(queued_at=None, available_at__lt=long_ago)
     if not any(where.lag for where in offsets.values()):
         return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are dropped
+    passed, ahead = Q(pk__in=()), Q(pk__in=())
     for partition, where in offsets.items():
         place = Q(topic=partition.topic, partition=partition.partition)
         if not where.lag:
-            lost |= place
+            passed |= place
         elif where.committed is not None:
-            lost |= place & Q(offset__lt=where.committed)
-    return lost
+            passed |= place & Q(offset__lt=where.committed)
+            if where.end is not None:
+                ahead |= place & Q(offset__gte=where.committed, offset__lt=where.end)
+    # Jobs that wait very long, also those without a recorded offset; not those whose message the
+    # group has before it, or a backlog of this length would be doubled, and doubled again.
+    long_ago = ago(now, PATIENCE * (now - ago(now, get_settings().rescue_after)))
+    waited_long = Q(queued_at__lt=long_ago) | Q(queued_at=None)
+    return passed | (waited_long & Q(available_at__lt=long_ago) & ~ahead)

@@ -33,10 +33,12 @@ from kjo_django.probing import answer_within, is_timeout
 from kjo_django.runtime import (
     Runtime,
     current_runtime,
+    databases,
     get_coordination,
     get_transport,
     jobs_database,
     transport_class,
+    use_database,
 )
 from kjo_django.schedules import shown as schedules_shown
 
@@ -47,8 +49,8 @@ TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 SCHEDULES = "schedules"
 
-MORE_TIME = "ask again with more time: manage.py kjo_health --timeout 30."
-ASK_AGAIN = f"It may be well all the same: {MORE_TIME}"
+MORE_TIME = "ask again with more time, such as manage.py kjo_health --timeout 30."
+ASK_AGAIN = f"It may be well: {MORE_TIME}"
 SILENCE = (
     "It is not known whether it is stopped, overloaded or cut off: look at the server and the "
     f"network, or {MORE_TIME} Workers wait for it; do not restart them."
@@ -129,6 +131,23 @@ def health(
             check = Check(probe.name, False, detail, SILENCE if probe.asks_servers else ASK_AGAIN)
         found[probe.name] = check or Check(probe.name, None, "not checked: the time was up")
     return list(found.values())
+
+
+def health_everywhere(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:
+    """Return the results of all checks for each database that holds jobs, after at most about
+    ``timeout`` seconds. A check of another than the first bears its alias: ``database@jobs2``."""
+    try:
+        aliases = databases()
+    except ImproperlyConfigured:
+        return health(timeout, thresholds)  # which tells what is wrong with the settings
+    found: list[Check] = []
+    for alias in aliases:
+        with use_database(alias):
+            checks = health(timeout / len(aliases), thresholds)
+        for check in checks if found else ():
+            check.name = f"{check.name}@{alias}"
+        found += checks
+    return found
 
 
 def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
@@ -278,7 +297,8 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     alive = [worker for worker in status.workers() if worker["is_alive"]]
     served = {queue for worker in alive for queue in worker["queues"]}
     serves_all = any(not worker["queues"] for worker in alive)
-    missing = [] if serves_all else sorted(set(registry.consumed_queue_names()) - served)
+    wanted = filter(current_runtime().holds, registry.consumed_queue_names())
+    missing = [] if serves_all else sorted(set(wanted) - served)
     if missing:
         return False, f"{len(alive)} alive; none for {', '.join(missing)}", ""
     return bool(alive), f"{len(alive)} alive", ""
@@ -302,7 +322,8 @@ def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     if done + failed < LEAST_EXECUTIONS:
         return True, f"{failed} of {done + failed} jobs lately, too few to judge", ""
     rate = failed / (done + failed)
-    detail = f"{rate:.1%} of {done + failed} jobs of the last {thresholds.idle} failed"
+    span = f"{thresholds.idle.total_seconds():g} s"
+    detail = f"{rate:.1%} of {done + failed} jobs of the last {span} failed"
     return rate <= thresholds.failure_rate, detail, ""
 
 
@@ -319,11 +340,8 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         return True, "no due work waits long", ""
     if sum(_recent(thresholds.idle)):
         return True, f"busy; work waits in {', '.join(late)}", ""
-    return (
-        False,
-        f"nothing was processed for {thresholds.idle}; work waits in {', '.join(late)}",
-        "",
-    )
+    span = f"{thresholds.idle.total_seconds():g} s"
+    return False, f"nothing was processed for {span}; work waits in {', '.join(late)}", ""
 
 
 def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -331,7 +349,7 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     conf = get_settings()
     alive = [worker for worker in status.workers() if worker["is_alive"]]
     idle = []
-    for name in registry.consumed_queue_names():
+    for name in filter(current_runtime().holds, registry.consumed_queue_names()):
         queue = conf.queue(name)
         if not shares_by_partition(queue):
             continue
@@ -341,9 +359,9 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         if partitions and count > max(partitions):
             idle.append(f"{name} has {count} workers for {max(partitions)} partitions")
     if not idle:
-        return True, "no worker stands by for want of a partition", ""
+        return True, "every worker has a partition", ""
     fix = "Raise topic_options['partitions'] to twice the workers, or stop some."
-    return True, f"some stand by: {'; '.join(idle)}", fix
+    return True, f"some workers have no partition: {'; '.join(idle)}", fix
 
 
 def _schedules(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:

@@ -237,7 +237,7 @@ def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
         "host": worker.hostname,
         "pid": worker.pid,
         "state": worker.state,
-        "asked_to": worker.wish or None,
+        "asked_to": worker.asked_to or None,
         "release": worker.release or None,
         "is_alive": worker.heartbeat_at >= now - alive_within(),
         "heartbeat_age_seconds": seconds_since(worker.heartbeat_at, now),

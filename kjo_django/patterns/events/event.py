@@ -8,23 +8,28 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from asgiref.sync import sync_to_async
 
-from kjo_django.conf import get_settings
+from kjo_django.conf import EVENT_FORMATS, get_settings
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import MessageError, PayloadError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, storable_text
+from kjo_django.patterns.events import cloudevents
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
-from kjo_django.values import MAX_NAME_LENGTH
+from kjo_django.values import MAX_NAME_LENGTH, one_of
 
 MAX_ID_LENGTH = 255
 MAX_TYPE_LENGTH = 100
+MAX_URI_LENGTH = 1000
+"""Characters of the source, the subject and the schema. In the plain format, readers of version 1.0
+of the protocol take a source of ``MAX_NAME_LENGTH``."""
 MAX_VERSION_LENGTH = 50
 MAX_TIMESTAMP = 253_402_300_799_999
 """The last millisecond of the year 9999."""
@@ -138,11 +143,19 @@ class BaseEvent:
     version: str = "1"
     """The version of the contract of ``data``."""
     metadata: EventMetadata | None = None
+    subject: str | None = None
+    """What of its source the event is about, such as the name of a file."""
+    dataschema: str | None = None
+    """The URI of the schema of ``data``."""
 
     def __post_init__(self) -> None:
         _text("type", self.type, MAX_TYPE_LENGTH)
         _text("id", self.id, MAX_ID_LENGTH)
-        _text("source", self.source, MAX_NAME_LENGTH)
+        _text("source", self.source, MAX_URI_LENGTH)
+        for name in _SINCE_1_1:
+            value = getattr(self, name)
+            if value is not None:
+                _text(name, value, MAX_URI_LENGTH)
         stamp: Any = self.timestamp
         if isinstance(stamp, float) and stamp.is_integer():
             stamp = int(stamp)
@@ -179,13 +192,19 @@ class BaseEvent:
             "timestamp": self.timestamp,
             "version": self.version,
             "data": dict(self.data),
+            "subject": self.subject,
+            "dataschema": self.dataschema,
         }
         if self.metadata is not None:
             wire["metadata"] = self.metadata.to_wire()
-        return wire
+        return {name: value for name, value in wire.items() if value is not None}
 
     def to_bytes(self) -> bytes:
-        """Return the record's value."""
+        """Return the value of the event's record in the plain format.
+
+        :raises PayloadError: the source is longer than this format allows.
+        """
+        _text("source", self.source, MAX_NAME_LENGTH)
         return JSON.dumps(self.to_wire())
 
     @classmethod
@@ -205,6 +224,7 @@ class BaseEvent:
 
 _FIELDS = tuple(f.name for f in fields(BaseEvent))
 _REQUIRED = ("id", "type", "source", "timestamp", "data")
+_SINCE_1_1 = ("subject", "dataschema")
 
 
 def read_event(value: bytes) -> Any:
@@ -223,10 +243,43 @@ def validated(given: Any) -> BaseEvent:
 
     :raises MessageError: it is not a valid event, so no retry can help.
     """
+    # Readers of version 1.0 of the protocol ignored these whatever they held.
+    for name in _SINCE_1_1 if isinstance(given, Mapping) else ():
+        if name in given and not _is_text(given[name]):
+            given = {other: value for other, value in given.items() if other != name}
     try:
         return BaseEvent.from_wire(given)
     except PayloadError as error:
         raise MessageError("invalid", f"Not a valid event: {error}") from error
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return bool(_text("", value, MAX_URI_LENGTH))
+    except PayloadError:
+        return False
+
+
+def event_of(
+    payload: Any,
+    headers: Mapping[str, str],
+    received_at: datetime | None,
+    *,
+    decodes_data: bool = True,
+) -> BaseEvent:
+    """Return the event of a record, which its headers tell the format of.
+
+    :param payload: the decoded value of the record.
+    :param received_at: the time of a CloudEvent without one.
+    :param decodes_data: False: the data of a CloudEvent is left empty.
+    :raises MessageError: it is not a valid event, so no retry can help.
+    """
+    event_format = cloudevents.format_of(headers, payload)
+    if event_format != cloudevents.PLAIN:
+        payload = cloudevents.fields_of(
+            event_format, payload, headers, received_at, decodes_data=decodes_data
+        )
+    return validated(payload)
 
 
 # --- Publishing -----------------------------------------------------------------------------------
@@ -254,6 +307,7 @@ def publish_event(
     *,
     direct: bool = False,
     headers: Mapping[str, str] | None = None,
+    event_format: str | None = None,
 ) -> PublishedEvent:
     """Publish an event to a topic, keyed by its user so that a user's events keep their order.
 
@@ -264,16 +318,25 @@ def publish_event(
     :param event: a ``BaseEvent``, or a mapping in camelCase or snake_case.
     :param direct: publish now, outside any transaction, and wait for the transport's
         acknowledgement. The event is then published even if the caller's transaction rolls back.
-    :param headers: further headers of the record.
+    :param headers: further headers of the record. Those of a CloudEvent are not among them.
+    :param event_format: ``plain``, ``cloudevents-structured`` or ``cloudevents-binary``; by default
+        what the settings say of the topic.
     :raises PayloadError: it is not a valid event, or too large. Nothing is written.
     :raises PublishError: with ``direct``, the transport did not accept it.
+    :raises ValueError: there is no such format, or a header is one of a CloudEvent.
     """
     told = _with_context(event if isinstance(event, BaseEvent) else _made(event))
-    value = check_payload_size(told.to_bytes())
-    sent = names.encode({**names.inherited(), **(headers or {})})
-    sent |= _headers_of(told)
-    key = told.key.encode()
     carrier = carrier_of(topic)
+    value, own = _written(told, _format(event_format) or carrier.event_format)
+    check_payload_size(value)
+    for name in headers or ():
+        if name.startswith(cloudevents.PREFIX):
+            raise ValueError(
+                f"publish_event() was given the header {name!r}, which is an attribute of a "
+                "CloudEvent. Give it as a field of the event, and event_format=…"
+            )
+    sent = names.encode({**names.inherited(), **(headers or {}), **own})
+    key = told.key.encode()
     if not direct:
         job = store_record(
             topic, value=value, key=key, headers=sent, kind=told.type, carrier=carrier
@@ -313,18 +376,33 @@ def _with_context(event: BaseEvent) -> BaseEvent:
     return replace(event, metadata=completed)
 
 
-def _headers_of(event: BaseEvent) -> dict[str, bytes]:
-    metadata = event.metadata or EventMetadata()
-    return names.encode(
-        {
-            names.CONTENT_TYPE: "application/json",
-            EVENT_ID: event.id,
-            EVENT_TYPE: event.type,
-            EVENT_SOURCE: event.source,
-            EVENT_VERSION: event.version,
-            names.CORRELATION_ID: metadata.correlation_id,
-        }
-    )
+def _format(given: str | None) -> str | None:
+    try:
+        return None if given is None else one_of(*EVENT_FORMATS)(given)
+    except ValueError as error:
+        hint = getattr(error, "hint", "")
+        why = f"publish_event(): event_format must be {error}, not {given!r:.80}. {hint}"
+        raise ValueError(why.rstrip()) from None
+
+
+def _written(event: BaseEvent, event_format: str) -> tuple[bytes, dict[str, str]]:
+    """Return the value and the headers of an event's record."""
+    if event_format == cloudevents.PLAIN:
+        value, headers = (
+            event.to_bytes(),
+            {
+                names.CONTENT_TYPE: JSON.content_type,
+                EVENT_ID: event.id,
+                EVENT_TYPE: event.type,
+                EVENT_SOURCE: event.source,
+                EVENT_VERSION: event.version,
+            },
+        )
+    else:
+        value, headers = cloudevents.written(event_format, event.to_wire())
+    if event.metadata is not None and event.metadata.correlation_id is not None:
+        headers[names.CORRELATION_ID] = event.metadata.correlation_id
+    return value, headers
 
 
 def service_group(service: str | None = None) -> str:

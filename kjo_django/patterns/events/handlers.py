@@ -28,16 +28,17 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message, message_id
-from kjo_django.messages.serializers import storable_text
+from kjo_django.messages.serializers import JSON, storable_text
 from kjo_django.models import EventKey
+from kjo_django.patterns.events import cloudevents
 from kjo_django.patterns.events.event import (
     MAX_ID_LENGTH,
     MAX_TYPE_LENGTH,
     BaseEvent,
+    event_of,
     normalised_version,
     read_event,
     service_group,
-    validated,
 )
 from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.runtime import current_runtime
@@ -68,8 +69,8 @@ class EventHandler(Handler):
         self.versions = frozenset(versions)
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Call the function with the event only."""
-        return (validated(value),), {}
+        """Return the decoded value; the headers that it is read with are in the call's context."""
+        return (value,), {}
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """Accept any event."""
@@ -84,7 +85,8 @@ class EventHandler(Handler):
         if self.is_async:
 
             @functools.wraps(function)
-            async def run_async(context: JobContext, event: BaseEvent) -> Any:
+            async def run_async(context: JobContext, payload: Any) -> Any:
+                event = event_of(payload, context.headers, context.created_at)
                 with _within(context, event):
                     result = await function(*given(context, event))
                 if _is_replay(context):
@@ -94,7 +96,8 @@ class EventHandler(Handler):
             return run_async
 
         @functools.wraps(function)
-        def run(context: JobContext, event: BaseEvent) -> Any:
+        def run(context: JobContext, payload: Any) -> Any:
+            event = event_of(payload, context.headers, context.created_at)
             with _within(context, event):
                 result = function(*given(context, event))
             if _is_replay(context):
@@ -141,19 +144,27 @@ class EventRoute(Route):
 
         :raises MessageError: the event is invalid and its type is handled here, or it has no type.
         """
-        value = record.value
-        if value is None:
+        value, headers = record.value, names.texts(record.headers)
+        event_format = cloudevents.format_of(headers)
+        is_binary = event_format == cloudevents.BINARY
+        if value is None and not is_binary:
             raise MessageError("invalid", "The event has no value (a tombstone)")
-        if len(value) > max_bytes:
+        if len(value or b"") > max_bytes:
             raise MessageError(
-                "too_large", f"The event has {len(value)} bytes; the limit is {max_bytes}"
+                "too_large", f"The event has {len(value or b'')} bytes; the limit is {max_bytes}"
             )
-        found = read_event(value)
-        type = found.get("type")
+        found = {} if is_binary else read_event(value or b"")
+        type = headers.get("ce_type") if is_binary else found.get("type")
         if isinstance(type, str) and type and type not in self.handlers:
             self._skip(type)
             return None
-        event = validated(found)
+        payload, content_type = value or b"", JSON.content_type
+        if event_format == cloudevents.STRUCTURED:
+            content_type = cloudevents.CONTENT_TYPE
+        elif is_binary:
+            payload, content_type = cloudevents.read_data(value, headers)
+        # The data of a CloudEvent may need a schema of a registry: a lane can wait for that.
+        event = event_of(found, headers, record.timestamp, decodes_data=False)
         handler = self.handlers[event.type]
         if handler.versions and event.version not in handler.versions:
             raise MessageError(
@@ -161,7 +172,7 @@ class EventRoute(Route):
                 f"Version {event.version!r} of {event.type} is not understood here; "
                 f"known: {', '.join(sorted(handler.versions))}",
             )
-        return _message_of(event, record), handler
+        return _message_of(event, record, payload, content_type), handler
 
     def _skip(self, type: str) -> None:
         with self._lock:
@@ -171,7 +182,7 @@ class EventRoute(Route):
         signals.event_skipped.send_robust(sender=self.topic, topic=self.topic, event_type=type)
 
 
-def _message_of(event: BaseEvent, record: Record) -> Message:
+def _message_of(event: BaseEvent, record: Record, payload: bytes, content_type: str) -> Message:
     headers = record.headers
     ours = names.text(headers, names.SERVICE) == get_settings().service_name
     job_id = names.text(headers, names.JOB_ID) if ours else ""
@@ -179,8 +190,8 @@ def _message_of(event: BaseEvent, record: Record) -> Message:
     return Message(
         id=_generation_id(event.id, generation),
         type=event.type,
-        payload=record.value or b"",
-        content_type="application/json",
+        payload=payload,
+        content_type=content_type,
         job_id=job_id or None,
         service=names.text(headers, names.SERVICE) if job_id else "",
         generation=generation,

@@ -52,7 +52,13 @@ from kjo_django.patterns.items.options import (
     prefix_text,
     read_class_options,
 )
-from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
+from kjo_django.runtime import (
+    current_runtime,
+    get_coordination,
+    get_transport,
+    jobs_database,
+    transport_class,
+)
 from kjo_django.transports.base import OutgoingRecord, Published
 
 MESSAGE_TYPE = "message-type"
@@ -568,7 +574,7 @@ class Sending:
                 answers = publish(transport, records)
         except PublishError as error:
             return [Published(error=str(error)) for _ in records]
-        wake(topic_channel(self._target.topic))
+        wake(current_runtime(), topic_channel(self._target.topic))
         return answers
 
     def _note_sent(self, sent: Sequence[_Candidate]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, Never, cast, overload
+from typing import Any, Literal, Never, TypeVar, cast, overload
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
@@ -39,7 +40,12 @@ from kjo_django.patterns.queue import message_status as statuses
 from kjo_django.patterns.queue.events import Events, Listener
 from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
 from kjo_django.patterns.queue.message_status import MessageStatus, UpdateTtlResult
-from kjo_django.runtime import current_runtime, jobs_database
+from kjo_django.runtime import (
+    current_runtime,
+    database_of,
+    jobs_database,
+    use_database,
+)
 from kjo_django.states import JobState
 from kjo_django.values import refuse_unknown, whole
 from kjo_django.worker import Worker
@@ -80,6 +86,20 @@ class EnqueueResult:
     def handle(self) -> JobHandle[Any]:
         """A handle to follow the job."""
         return JobHandle(self.job_id)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _in_its_database(method: F) -> F:
+    """Let a method of a queue work with the database that holds the queue's jobs."""
+
+    @functools.wraps(method)
+    def call(queue: Queue, *args: Any, **kwargs: Any) -> Any:
+        with use_database(database_of(queue.name)):
+            return method(queue, *args, **kwargs)
+
+    return cast(F, call)
 
 
 class Queue:
@@ -251,6 +271,7 @@ class Queue:
 
     # --- Enqueueing -------------------------------------------------------------------------------
 
+    @_in_its_database
     def enqueue(
         self, id: str, payload: Any, *, retry_failed: bool = False, **options: Any
     ) -> EnqueueResult:
@@ -270,6 +291,7 @@ class Queue:
         refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
         return self._store(self._builder.build(id, payload, **options), retry_failed)
 
+    @_in_its_database
     def enqueue_and_wait(
         self,
         id: str,
@@ -294,6 +316,7 @@ class Queue:
             is_known, awaited = self._enqueue_for(waiter, id, payload, retry_failed, options)
             return awaited if is_known else waiter.wait(awaited)
 
+    @_in_its_database
     def wait(self, id: str, *, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Return the result of a job enqueued before, found by polling.
 
@@ -327,8 +350,8 @@ class Queue:
         if answer.status == "completed":
             return True, answer.result
         if answer.status in ("queued", "replaced"):
-            is_called = waiter.channel is not None
-            return False, Awaited(answer.job_id, id, job.created_at, is_called)
+            awaited = Awaited(answer.job_id, id, job.created_at, is_called=True, is_new=True)
+            return False, awaited
         if answer.existing_state == "failed":
             raise failure_of(id, self._find(id))
         return False, Awaited(answer.job_id, id)
@@ -359,6 +382,7 @@ class Queue:
 
     # --- Looking and changing ---------------------------------------------------------------------
 
+    @_in_its_database
     def cancel(self, id: str, *, abort: bool = False) -> CancelResult:
         """Cancel a job that is not running; returns ``cancelled``, ``not_found``, ``processing``,
         ``completed`` or ``failed``.
@@ -371,14 +395,17 @@ class Queue:
             return CancelResult.NOT_FOUND
         return operations.cancel_one(key, abort=abort)
 
+    @_in_its_database
     def get_status(self, id: str) -> MessageStatus | None:
         """Return a job's status; None for an unknown id."""
         return statuses.status_of(self.name, id)
 
+    @_in_its_database
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
         """Return the state of each job by one query; None for an unknown id."""
         return statuses.states_of(self.name, ids)
 
+    @_in_its_database
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """Return a completed job's result until it expires, else ``default``. A handler that
         returned None has the result None; ``NO_RESULT`` means no result.
@@ -386,10 +413,12 @@ class Queue:
         found = statuses.result_for(self.name, id)
         return default if found is NO_RESULT else found
 
+    @_in_its_database
     def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
         """Set the lifetime of a finished job's result or error, from now on."""
         return statuses.update_result_ttl(self.name, id, result_ttl)
 
+    @_in_its_database
     def retry(self, id: str) -> RequeueResult:
         """Give a failed or cancelled job a new run with its own payload and all its attempts.
 
@@ -404,6 +433,7 @@ class Queue:
             raise JobStateError(f"Job {id!r} is {state}; only failed ones can be retried")
         return RequeueResult(result)
 
+    @_in_its_database
     def retry_failed(self) -> int:
         """Give every failed job of this queue a new run; return how many."""
         failed = Job.objects.using(jobs_database()).filter(
@@ -437,14 +467,15 @@ class Queue:
     ) -> Any:
         """``enqueue_and_wait`` from asynchronous code. It holds no thread while it waits."""
         waiter = Waiter(timeout)
-        await sync_to_async(waiter.__enter__)()
-        try:
-            is_known, awaited = await sync_to_async(self._enqueue_for)(
-                waiter, id, payload, retry_failed, options
-            )
-            return awaited if is_known else await waiter.await_(awaited)
-        finally:
-            waiter.__exit__()
+        with use_database(database_of(self.name)):
+            await sync_to_async(waiter.__enter__)()
+            try:
+                is_known, awaited = await sync_to_async(self._enqueue_for)(
+                    waiter, id, payload, retry_failed, options
+                )
+                return awaited if is_known else await waiter.await_(awaited)
+            finally:
+                waiter.__exit__()
 
     async def acancel(self, id: str, *, abort: bool = False) -> CancelResult:
         """``cancel`` from asynchronous code."""
@@ -511,6 +542,7 @@ class JobBuilder:
         if not isinstance(id, str):
             raise TypeError(f"id must be text, not {id!r}")
         ours = {names.CORRELATION_ID: correlation_id, names.REPLY_TO: reply_to}
+        lasts = self.result_ttl if result_ttl is None else milliseconds(result_ttl)
         sent = {**(headers or {}), **{k: v for k, v in ours.items() if v is not None}}
         options = EnqueueOptions(
             id=id,
@@ -521,7 +553,7 @@ class JobBuilder:
             run_at=run_at,
             expires_at=expires_at,
             max_attempts=max_attempts,
-            result_ttl=self.result_ttl if result_ttl is None else result_ttl,
+            result_ttl=timedelta(milliseconds=lasts) if lasts is not None else None,
             headers=sent or None,
         )
         if serializer is not None:

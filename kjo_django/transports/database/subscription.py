@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
+from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
 from django.db.models import Case, Count, Q, QuerySet, Value, When
 from django.db.models.functions import Coalesce, Length
 
@@ -28,6 +28,7 @@ from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
 from kjo_django.store import store_for
+from kjo_django.store.servers import leave_retired, mend_connection
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -40,8 +41,9 @@ from kjo_django.values import ANY_SIZE, count_within
 
 logger = logging.getLogger("kjo_django.transports.database")
 
-OUTAGES = (OperationalError, InterfaceError)
-"""What a database raises when it is away, restarting, locked, or when it broke a deadlock."""
+OUTAGES = (OperationalError, InterfaceError, InternalError)
+"""What a database raises when it is away, restarting, locked, when it broke a deadlock, or refuses
+to write since another server has taken its place."""
 SHORTEST_WAIT = 0.005
 """Seconds until the table is looked at again after activity; each wait is twice the one before."""
 WAIT_TO_BE_WOKEN = 0.1
@@ -166,6 +168,7 @@ class DatabaseSubscription(LeasedSubscription):
         if self._clock.monotonic() < self._retry_at:
             return []
         try:
+            leave_retired(self._alias)
             self._housekeep()
             self._free_strays()
             if deadline <= self._clock.monotonic():
@@ -659,16 +662,3 @@ def _batches(alias: str, ids: Iterable[int]) -> Iterator[list[int]]:
     size = _BATCH if limit is None else max(1, min(_BATCH, limit - 20))
     for start in range(0, len(everything), size):
         yield everything[start : start + size]
-
-
-def mend_connection(alias: str) -> None:
-    """After an error: drop this thread's connection if it is broken, so the next query reconnects.
-
-    Inside a caller's transaction nothing is touched, its ``atomic`` block cleans up.
-    """
-    connection = connections[alias]
-    if not connection.in_atomic_block:
-        try:
-            connection.close_if_unusable_or_obsolete()
-        except DatabaseError:  # closing a broken connection may itself complain
-            connection.connection = None

@@ -28,12 +28,13 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 from django.db.models.signals import post_migrate
 
-from kjo_django.conf import get_settings
+from kjo_django.conf import databases_on, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
+from kjo_django.store.servers import mend_connection
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -48,12 +49,13 @@ from kjo_django.transports.database.subscription import (
     DatabaseSubscription,
     count_lag,
     key_hash,
-    mend_connection,
 )
 from kjo_django.values import duration
 
 _GROUPS_KEPT = 3.0
 _MAX_TOPIC = 249
+_MOST_OF_STATEMENT = 4 * 1024**2
+"""Bytes of values. MariaDB refuses 16 MB, and its driver writes each byte as two digits."""
 _NOBODY = ("",)
 
 _generation = 0
@@ -100,7 +102,10 @@ class DatabaseTransport(Transport):
         return option or self._jobs_database()
 
     def _jobs_database(self) -> str:
-        return get_settings().database or router.db_for_write(TransportMessage)
+        conf = get_settings()
+        usual = conf.database or router.db_for_write(TransportMessage)
+        on_it = {database or usual for database in databases_on(conf, self.alias)}
+        return on_it.pop() if len(on_it) == 1 else usual
 
     # --- Publishing -------------------------------------------------------------------------------
 
@@ -111,9 +116,7 @@ class DatabaseTransport(Transport):
         database returns it.
         """
         results = [_refusal(record) for record in records]
-        accepted = [
-            (index, record) for index, record in enumerate(records) if results[index].error is None
-        ]
+        accepted = [(n, record) for n, record in enumerate(records) if results[n].error is None]
         if not accepted:
             return results
         alias = self.database
@@ -126,7 +129,8 @@ class DatabaseTransport(Transport):
                 copies = [_row(record, group, now) for group in groups[record.topic]]
                 first[index] = copies[0]
                 rows.extend(copies)
-            TransportMessage.objects.using(alias).bulk_create(rows)
+            most = _MOST_OF_STATEMENT // max(1, *(len(row.value or b"") for row in rows))
+            TransportMessage.objects.using(alias).bulk_create(rows, batch_size=max(1, most))
         except OUTAGES as error:
             mend_connection(alias)
             raise PublishError(f"Database {alias!r} refused the records: {error}") from error

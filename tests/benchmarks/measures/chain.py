@@ -8,12 +8,14 @@ more seldom. The promises differ as those of ``wait`` do.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from kjo_django import chain
+from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.states import OPEN_WORKFLOWS, WorkflowState
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.measures.wait import Sides, in_turns
-from tests.ledger.jobs import no_op
+from tests.ledger.jobs import no_op, no_op_only
 
 STEPS = 5
 TIMEOUT = 60.0
@@ -26,11 +28,16 @@ def run(count: int, has_celery: bool) -> Sides | dict[str, float]:
     return in_turns(_chains, "chain", count, has_celery)
 
 
-def _chains(count: int, name: str) -> list[float]:
+def run_database_only(count: int, has_celery: bool) -> Sides | dict[str, float]:
+    """The same with steps that may share a transaction."""
+    return in_turns(partial(_chains, job=no_op_only), "chain", count, has_celery)
+
+
+def _chains(count: int, name: str, job: JobDefinition[[], None] = no_op) -> list[float]:
     took = []
     for number in range(count):
         began = time.perf_counter()
-        handle = chain(*(no_op.step() for _ in range(STEPS))).enqueue(name=f"{name}-{number}")
+        handle = chain(*(job.step() for _ in range(STEPS))).enqueue(name=f"{name}-{number}")
         while (state := handle.status) in OPEN_WORKFLOWS:
             if time.perf_counter() - began > TIMEOUT:
                 raise BenchmarkError(f"A chain has not ended within {TIMEOUT:g} s")

@@ -52,7 +52,7 @@ def fill(workload: str, count: int, is_published: bool, partitions: int, topics:
         for start in chunks:
             definition.enqueue_many(payloads(workload, min(CHUNK, count - start), start))
         return
-    with _publishing(topics, partitions) as publish:
+    with publishing(topics, partitions) as publish:
         for start in chunks:
             wanted = payloads(workload, min(CHUNK, count - start), start)
             jobs = [unsaved_job(definition, payload) for payload in wanted]
@@ -71,7 +71,8 @@ def fill(workload: str, count: int, is_published: bool, partitions: int, topics:
 
 
 @contextmanager
-def _publishing(topics: list[str], partitions: int) -> Iterator[Callable[[list[Job]], None]]:
+def publishing(topics: list[str], partitions: int) -> Iterator[Callable[[list[Job]], None]]:
+    """Make the topics, and yield what puts the messages of jobs on each of them."""
     from confluent_kafka import Producer
     from confluent_kafka.admin import AdminClient, NewTopic
 

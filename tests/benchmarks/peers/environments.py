@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.benchmarks.errors import BenchmarkError
-from tests.services.maven import cache_directory
+from tests.services.cache import cache_directory
 
 
 def python_of(name: str, requirements: Sequence[str]) -> Path:

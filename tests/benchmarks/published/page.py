@@ -71,7 +71,7 @@ def _block(function: Callable[[Results], Iterable[str]]) -> Callable[[Results], 
     return function
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"| {' | '.join(['---', *['---:'] * (len(head) - 1)])} |"
     for row in rows:
@@ -105,7 +105,7 @@ def targets(found: Results) -> Iterator[str]:
             told = f"{_short(value)} {target.unit}".strip()
         bound = f"{'≥' if target.is_least else '≤'} {target.bound:g} {target.unit}".strip()
         rows.append((f"{target.group}. {target.text}", bound, told, verdict))
-    return _table(("Target", "Aim", "Found", ""), rows)
+    return table(("Target", "Aim", "Found", ""), rows)
 
 
 def _cases(found: Results, engine: str) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _cases(found: Results, engine: str) -> Iterator[str]:
             )
         )
     head = ("Case", "jobs/s", "beside it", "what that is", "ratio", "spread %", "CPU µs/job", "")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 @_block
@@ -150,7 +150,7 @@ def asked(found: Results) -> Iterator[str]:
         for name, case in run["results"].get(engine, {}).items()
         if keys[0] in case["ours"] and not name.startswith("table.")
     ]
-    return _table(("Case", "queries/job", "Redis round trips/job", "Redis commands/job"), rows)
+    return table(("Case", "queries/job", "Redis round trips/job", "Redis commands/job"), rows)
 
 
 @_block
@@ -188,7 +188,7 @@ def peers(found: Results) -> Iterator[str]:
             )
         )
     head = ("Queue", "what a job leaves", "set up", "jobs/s", "spread %", "ours is × faster")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 @_block
@@ -201,7 +201,7 @@ def profile(found: Results) -> Iterator[str]:
         for stage in stages
     ]
     rows.append(("**together**", *(_microseconds(one, 1) for one in profiles.values())))
-    yield from _table(("µs of CPU for each job", *profiles), rows)
+    yield from table(("µs of CPU for each job", *profiles), rows)
 
 
 def _microseconds(profile: Mapping[str, Any], share: float) -> str:

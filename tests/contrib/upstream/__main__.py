@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.contrib.upstream import applies, source
-from tests.services.maven import cache_directory
+from tests.services.cache import cache_directory
 
 TESTS_FOR_THE_BACKPORT = "Django==6.0.10"
 ROOT = Path(__file__).parents[3]

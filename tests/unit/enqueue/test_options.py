@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import typing
 from datetime import timedelta
@@ -147,10 +148,14 @@ def test_delays_are_timedeltas_or_seconds_wherever_they_are_given(queue, seconds
         assert write.using(**{option: seconds}).options == write.using(**{option: delay}).options
     longest = {"debounce": 1, "debounce_max": seconds}
     assert write.using(**longest).options.debounce_max == delay
-    declared = job(name="tests.seconds", timeout=seconds, unique_for=seconds)(lambda: None)
+    declared = job(name="tests.seconds", timeout=seconds, unique_for=seconds, result_ttl=seconds)(
+        lambda: None
+    )
     registry.unregister("tests.seconds")
-    assert (declared.handler.options.timeout, declared.handler.options.unique_for) == (delay, delay)
+    kept = declared.handler.options
+    assert kept.timeout == kept.unique_for == kept.result_ttl == delay
     assert Retry(delay=seconds).delay == delay
+    assert write.using(result_ttl=seconds).options.result_ttl == delay
     config = DlqConfig("dead", redelivery_delay=seconds, max_redelivery_delay=seconds)
     assert config.redelivery_delay == config.max_redelivery_delay == delay
     queue.enqueue("j1", 1, delay=seconds)
@@ -177,6 +182,9 @@ def test_no_other_delay_is_taken(refuse, value):
 def test_the_options_that_type_checkers_know_are_those_there_are():
     known = typing.get_type_hints(definition.JobOptions).keys()
     assert known | {"takes_context", "batch"} == {"name", *definition._CHECKS}
+    usable = typing.get_type_hints(definition.UsingOptions)
+    kept = {field.name for field in dataclasses.fields(definition.EnqueueOptions)}
+    assert usable.keys() == kept
 
 
 @pytest.mark.parametrize("method", ["enqueue", "enqueue_and_wait"])

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.django_db
 
 @pytest.mark.parametrize(
     "ttl",
-    [0, -1, 1.5, 1000.0, math.nan, math.inf, True, False, "1000", [], 2**53 + 1,
+    [0, -1, 0.0001, math.nan, math.inf, True, False, "1000", [], 2**53 + 1,
      timedelta(0), timedelta(-1), timedelta(microseconds=999)],
     ids=repr,
 )  # fmt: skip
 def test_a_lifetime_of_a_result_that_means_nothing_is_refused(ttl):
     """PJQ-40."""
-    with writing_nothing(), pytest.raises((TypeError, ValueError), match="result_ttl"):
+    with writing_nothing(), pytest.raises(ValueError, match="result_ttl must be a"):
         write.using(result_ttl=ttl).enqueue(job="a")
 
 

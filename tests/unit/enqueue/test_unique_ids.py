@@ -47,8 +47,8 @@ def test_a_known_id_is_a_duplicate_that_tells_the_state(state, columns, expected
 
 def test_the_first_enqueue_decides_payload_and_lifetime():
     """PJQ-42."""
-    write.using(id="u", result_ttl=1000).enqueue(job="first")
-    write.using(id="u", result_ttl=2000).enqueue(job="second")
+    write.using(id="u", result_ttl=1).enqueue(job="first")
+    write.using(id="u", result_ttl=2).enqueue(job="second")
     job = Job.objects.get()
     assert (job.arguments["job"], job.result_ttl) == ("first", 1000)
 

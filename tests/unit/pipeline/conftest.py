@@ -10,8 +10,8 @@ from tests.unit.deliveries import KJO, MEMORY, Bench
 
 @pytest.fixture
 def _database(request):
-    is_both = "real_database" in request.fixturenames
-    request.getfixturevalue("real_database" if is_both else "sqlite_file")
+    named = (name for name in ("real_database", "innodb") if name in request.fixturenames)
+    request.getfixturevalue(next(named, "sqlite_file"))
 
 
 @pytest.fixture(params=["memory", "database"])

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import Queue, conf, job, publish_event, registry
@@ -308,34 +308,36 @@ def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(_co
 
 def test_a_first_failure_waits_for_another_ones_lock(bench):
     """On SQLite it read before it wrote: refused at once, again and again while others wrote."""
-    # Given somebody who begins to write while the handler runs, and goes on for a while
+    # Given somebody who begins to write its row while the handler runs, and goes on for a while
     is_held, may_begin = threading.Event(), threading.Event()
+    name = "0196e0a4-0000-7000-8000-000000000001"
 
     def write_elsewhere() -> None:
         try:
             may_begin.wait(30)
-            with connections["default"].cursor() as cursor:
-                cursor.execute("BEGIN IMMEDIATE")
+            with transaction.atomic():
+                row = {"handler": "fails_meanwhile", "unique_id": name, "payload": b"{}"}
+                Job.objects.create(queue="ledger", max_attempts=5, result_ttl=1000, **row)
                 is_held.set()
                 time.sleep(0.5)  # how long the others' transaction takes
-                cursor.execute("ROLLBACK")
+                transaction.set_rollback(True)
         finally:
             connections.close_all()
 
     @job(queue="ledger", name="fails_meanwhile", atomic=False)
     def fails_meanwhile(job: str) -> None:
         may_begin.set()
-        assert is_held.wait(30)
+        is_held.wait(30)
         raise RuntimeError("no")
 
     other = threading.Thread(target=write_elsewhere)
     other.start()
-    name = "0196e0a4-0000-7000-8000-000000000001"
     bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "fails_meanwhile", "kjo_id": name})
     # When
     bench.run()
     other.join()
     # Then
+    assert is_held.is_set()
     assert (the_job().state, the_job().attempts) == ("failing", 1)
     assert settled(bench)
 

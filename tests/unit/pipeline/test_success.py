@@ -181,6 +181,8 @@ def test_the_database_transport_acknowledges_in_the_same_transaction(bench, tran
 
 
 def test_on_sqlite_a_group_is_two_transactions_its_claim_and_all_else(bench, transport):
+    if connection.vendor != "sqlite":
+        pytest.skip("Elsewhere a lease is taken outside a transaction")
     # Given
     ledger.write.enqueue_many({"job": str(n)} for n in range(5))
     deliveries = bench.poll()

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.backends.utils import CursorWrapper
+from django.utils import timezone
 
 from kjo_django import chain, group
 from kjo_django.enqueue.definition import Step
 from kjo_django.models import Job, Workflow, WorkflowCount, WorkflowEdge
 from kjo_django.runtime import current_runtime
 from kjo_django.states import JobState
+from kjo_django.store.rows import Completion
 from kjo_django.workflows import countdown
 from kjo_django.workflows.countdown import count_ended
 from kjo_django.workflows.workflow_handle import WorkflowHandle
@@ -163,10 +165,11 @@ def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: S
             steps.note.step(name="end")
         ).enqueue()
         taken = [statements_of(bench, count) for count in (1, 10, 100)]
-        # Then the first of them read what never changes of their stage, and each group counts once
-        assert [own for _, own in taken] == [["SELECT", "WITH"], ["WITH"], ["WITH"]]
-        # And that is all that they take more than plain jobs
-        assert [number for number, _ in taken[1:]] == [number + 1 for number in plain]
+        # Then the first of them read what never changes of their stage, and each group counts once,
+        # along with the update of its jobs
+        assert [own for _, own in taken] == [["SELECT", "UPDATE"], ["UPDATE"], ["UPDATE"]]
+        # So they take no round trip more than plain jobs
+        assert [number for number, _ in taken[1:]] == plain
         # And the last pays for what follows, once
         last = statements_of(bench, 9)[1]
         assert len(last) <= 8
@@ -177,7 +180,7 @@ def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: S
 
 @pytest.mark.postgres
 @pytest.mark.usefixtures("_on_postgres")
-def test_a_step_of_a_chain_takes_two_round_trips_more_than_a_plain_job(
+def test_a_step_of_a_chain_takes_one_round_trip_more_than_a_plain_job(
     steps: Steps, settings: Any
 ) -> None:
     # Given a chain on a transport that needs the relay
@@ -187,7 +190,89 @@ def test_a_step_of_a_chain_takes_two_round_trips_more_than_a_plain_job(
     # When it runs
     with statements() as taken:
         assert steps.run() == names
-    # Then the first step reads what never changes, each counts and writes what follows, and the
-    # last one asks whether any has failed
-    assert of_workflows(taken) == ["SELECT", *["WITH", "UPDATE"] * 4, "WITH", "SELECT", "UPDATE"]
+    # Then the first step reads what never changes, each counts along with the update of its row,
+    # then writes what follows, and the last one asks whether any has failed
+    completes, follows = "UPDATE", "UPDATE"
+    assert of_workflows(taken) == [
+        "SELECT",
+        *[completes, follows] * 4,
+        *(completes, "SELECT", follows),
+    ]
+    assert sum("kjo_job SET state = 'completed'" in sql for sql in taken) == 5
     assert handle.status == "completed"
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+def test_a_chain_is_stored_and_committed_in_one_round_trip(steps: Steps, settings: Any) -> None:
+    # Given a transport that needs the relay
+    settings.KJO = KJO | MEMORY
+    chain(steps.note.step(name="warm")).enqueue()
+    # When
+    with statements() as taken:
+        handle = chain(*(steps.note.step(name=f"s{number}") for number in range(5))).enqueue()
+    # Then the rows of each table are one INSERT, all of them are one text with the commit, and the
+    # relay is woken
+    text, wake_up = taken
+    assert "pg_notify" in wake_up
+    tables = ["workflow", "workflow_stage", "workflow_edge", "workflow_count", "job"]
+    assert [each.split()[2] for each in text.split("; ")[:-1]] == [f"kjo_{t}" for t in tables]
+    assert text.endswith("; COMMIT")
+    # And all of it is there
+    assert steps.run() == ["warm", *(f"s{number}" for number in range(5))]
+    assert handle.status == "completed"
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+def test_a_chain_in_a_transaction_is_committed_by_that(steps: Steps, settings: Any) -> None:
+    settings.KJO = KJO | MEMORY
+    # When a transaction fails in which a chain was enqueued
+    with pytest.raises(ZeroDivisionError), transaction.atomic(), statements() as taken:
+        chain(*(steps.note.step(name=f"s{number}") for number in range(5))).enqueue()
+        raise ZeroDivisionError
+    # Then nothing of it is there
+    assert len(taken) == 1
+    assert not taken[0].endswith("COMMIT")
+    assert not Workflow.objects.exists()
+    assert not Job.objects.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("_on_postgres")
+def test_many_members_are_stored_by_copy_behind_their_workflow(steps: Steps, settings: Any) -> None:
+    settings.KJO = KJO | MEMORY
+    # When more members are enqueued than one text is made for
+    with statements() as taken:
+        handle = (
+            group(steps.note.step(name=f"m{number}") for number in range(600))
+            .then(steps.note.step(name="end"))
+            .enqueue()
+        )
+    # Then the workflow comes first, its counts and the callback last, and no text holds a member
+    *inserts, wake_up = taken
+    assert [sql.split()[2] for sql in inserts] == ["kjo_workflow", "kjo_workflow_count"]
+    assert "pg_notify" in wake_up
+    assert sum("INTO kjo_job" in sql for sql in taken) == 1
+    assert Job.objects.filter(stage__workflow=handle.workflow_id).count() == 601
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_step_that_changed_its_own_row_is_not_counted(steps: Steps) -> None:
+    # Given a running step whose row is not as it was read
+    handle = chain(steps.note.step(name="a"), steps.note.step(name="b")).enqueue()
+    store, job = current_runtime().store, Job.objects.exclude(state=JobState.WAITING).get()
+    row = store.job_rows([str(job.pk)], lock=False)[str(job.pk)]
+    Job.objects.filter(pk=job.pk).update(state=JobState.CANCELLED)
+    now = timezone.now()
+    completion = Completion(row, 1, now, None, None, None)
+    # When it completes
+    with pytest.raises(DatabaseError, match="own transaction"), transaction.atomic():
+        count_ended(
+            current_runtime(),
+            [(job.stage_id, job.pk, JobState.COMPLETED)],
+            completing=([completion], now),
+        )
+    # Then nothing follows from that
+    assert open_steps() == 2
+    assert handle.status == "running"

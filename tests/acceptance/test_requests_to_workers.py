@@ -8,6 +8,7 @@ import pytest
 
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations import workers
+from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
 from tests.acceptance.test_shutdown import let_go, start_job
@@ -20,6 +21,7 @@ def row_of(worker: Program) -> WorkerRow:
     return WorkerRow.objects.using(ALIAS).get(pid=worker.pid)
 
 
+@SELDOM_ON_MARIADB
 def test_a_quiet_worker_starts_nothing_holds_up_nothing_and_goes_on_when_told(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -49,13 +51,14 @@ def test_a_quiet_worker_starts_nothing_holds_up_nothing_and_goes_on_when_told(
     jobs.write.enqueue(job="afterwards")
     # Then it does
     engine.settle()
-    assert row_of(worker).state == "running"
+    engine.wait_until(lambda: row_of(worker).state == "running", "It never says that it works")
     engine.assert_each_ran_once(["long", *names, "afterwards"])
     assert engine.jobs.exclude(attempts=1).count() == 0
     assert worker.stop() == 0
 
 
 @pytest.mark.medium("embedded")
+@SELDOM_ON_MARIADB
 def test_a_worker_that_is_stopped_ends_as_by_a_signal(engine: Engine, tmp_path: Path) -> None:
     """DASHBOARD 1.6: stop."""
     # Given
@@ -73,7 +76,7 @@ def test_a_worker_that_is_stopped_ends_as_by_a_signal(engine: Engine, tmp_path: 
     assert worker.wait() == 0, worker.log_tail()
     assert row_of(worker).state == "stopped"
     assert engine.ledger() == {"long": 1}
-    # And the old wish does not stop the process started in its place
+    # And the old request does not stop the process started in its place
     other = engine.worker()
     engine.settle()
     engine.assert_each_ran_once(["long", "waiting"])

@@ -1,0 +1,98 @@
+"""Each extra may be missing: what needs it says which one, and everything else works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.absence import PACKAGES, VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {
+    "kafka": ["kjo_django.transports.kafka", "kjo_django.contrib.schema_registry"],
+    "redis": ["kjo_django.coordination.redis", "kjo_django.transports.redis_streams"],
+    "postgres": ["kjo_django.coordination.database.postgres_listener"],
+    "api": ["kjo_django.api"],
+    "msgpack": ["kjo_django.messages.msgpack"],
+    "tracing": ["kjo_django.contrib.opentelemetry.tracer"],
+    "registry": ["kjo_django.contrib.schema_registry"],
+}
+"""The modules, with those in them, that cannot be imported without an extra."""
+SAYS = {
+    "kafka": "kjo_django.transports.kafka",
+    "redis": "kjo_django.coordination.redis",
+    "api": "kjo_django.api.urls",
+    "msgpack": "kjo_django.messages.msgpack",
+    "registry": "kjo_django.contrib.schema_registry",
+}
+"""Where a project's settings or URLs name an extra's part."""
+IMPORT_ALL = """
+import importlib, pkgutil
+import django
+django.setup()
+import kjo_django
+for module in pkgutil.walk_packages(kjo_django.__path__, "kjo_django.", onerror=str):
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        print(module.name, error, sep="|")
+"""
+RUN_A_JOB = """
+import django
+django.setup()
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.test import Client
+call_command("migrate", verbosity=0)
+call_command("check")
+from tests.ledger.jobs import write
+handle = write.enqueue(job="order-7")
+call_command("kjo_consume", "ledger", "--drain")
+print("state:", handle.status.name)
+client = Client()
+client.force_login(User.objects.create_superuser("anna"))
+page = client.get("/admin/kjo_django/dashboard/jobs/")
+print("page:", page.status_code, "ledger.write" in page.content.decode())
+"""
+
+
+def run_without(extra: str, program: str, database: Path | str = ":memory:") -> str:
+    servers = ("DATABASE_URL", "KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in servers},
+        "DATABASE_URL": f"sqlite:///{database}",
+        VARIABLE: extra,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("extra", PACKAGES)
+def test_without_an_extra_only_its_parts_are_missing_and_they_name_it(extra: str) -> None:
+    # When
+    said = dict(line.split("|") for line in run_without(extra, IMPORT_ALL).splitlines())
+    # Then
+    needs = NEEDS.get(extra, [])
+    assert [name for name in said if not f"{name}.".startswith(tuple(f"{n}." for n in needs))] == []
+    assert {name for name in needs if any(f"{m}.".startswith(f"{name}.") for m in said)} == {*needs}
+    if extra in SAYS:
+        assert said[SAYS[extra]].endswith(f"pip install 'kjo-django[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["kafka", "redis", "postgres", "api", ",".join(PACKAGES)],
+    ids=["kafka", "redis", "postgres", "api", "all"],
+)
+def test_without_an_extra_a_job_runs_and_is_shown(extra: str, tmp_path: Path) -> None:
+    said = run_without(extra, RUN_A_JOB, tmp_path / "jobs.sqlite3")
+    assert "state: COMPLETED" in said
+    assert "page: 200 True" in said
