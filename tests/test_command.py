@@ -176,10 +176,11 @@ def test_that_is_skipped_alone():
     assert 3 == 4
 """
     )
-    file = tmp_path / "unsteady.json"
-    code, output = suite.run("--unsteady-to", str(file))
+    file, results = tmp_path / "unsteady.json", tmp_path / "results.xml"
+    code, output = suite.run("--unsteady-to", str(file), "--junit-xml", str(results))
     assert code == 1
     assert "2 failed, 2 passed, 1 unsteady" in last_line(output), output
+    assert 'tests="4"' in results.read_text(), "a repeat has overwritten the first round's"
     report = json.loads(file.read_text())
     failed = {name_of(each) for each in report["failed"]}
     assert failed == {"test_wrong", "test_that_is_skipped_alone"}
@@ -241,6 +242,13 @@ def test_one_that_fails_again_outweighs_those_that_pass() -> None:
     assert verdict.exit_code == 1
     assert "FAILED test 1" in verdict.summary(3671)
     assert "= 1 failed, 3 passed, 2 unsteady in 3671.00s (1:01:11) =" in verdict.summary(3671)
+
+
+def test_tests_that_share_an_id_are_counted_each_and_one_that_fails_fails_the_id() -> None:
+    verdict = Verdict(Outcomes(passed=["one", "one", "other"], failed={"other": "E  why"}))
+    assert "= 1 failed, 2 passed in 1.00s" in verdict.summary(1)
+    verdict.note(1, Outcomes(passed=["other", "other"], failed={"other": "E  why"}))
+    assert verdict.failed == ["other"]
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
