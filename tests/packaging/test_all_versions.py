@@ -58,6 +58,7 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.large  # builds four sites, which matters when a release is tagged
 def test_each_version_has_a_folder_and_links_the_others(project: Path, tmp_path: Path) -> None:
     # When
     site = tmp_path / "site"

@@ -11,6 +11,10 @@ import pytest
 
 from tests.absence import PACKAGES, VARIABLE
 
+# Large: an import of everything for each extra. Medium are the extra whose absence a project
+# notices first, and the absence of all.
+pytestmark = pytest.mark.large
+
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
     "kafka": ["kjo_django.transports.kafka", "kjo_django.contrib.schema_registry"],
@@ -75,6 +79,7 @@ def run_without(extra: str, program: str, database: Path | str = ":memory:") -> 
     return done.stdout
 
 
+@pytest.mark.medium("kafka")
 @pytest.mark.parametrize("extra", PACKAGES)
 def test_without_an_extra_only_its_parts_are_missing_and_they_name_it(extra: str) -> None:
     # When
@@ -87,6 +92,7 @@ def test_without_an_extra_only_its_parts_are_missing_and_they_name_it(extra: str
         assert said[SAYS[extra]].endswith(f"pip install 'kjo-django[{extra}]'")
 
 
+@pytest.mark.medium("all")
 @pytest.mark.parametrize(
     "extra",
     ["kafka", "redis", "postgres", "api", ",".join(PACKAGES)],
