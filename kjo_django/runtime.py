@@ -145,6 +145,16 @@ def databases() -> list[str]:
     return [first, *sorted(alias for alias in own if alias not in (None, first))]
 
 
+def refuse_elsewhere(queue: str) -> None:
+    """Check that the jobs of a declared queue are in the database that this thread works with.
+
+    :raises ValueError: they are in another one.
+    """
+    here, alias = current_runtime().database, database_of(queue)
+    if alias != here and queue in {*get_settings().queues, *declared_queues()}:
+        raise ValueError(f"The jobs of {queue!r} are in {alias!r}, not in {here!r}.")
+
+
 class UnknownDatabaseError(ImproperlyConfigured):
     """The alias is not that of a database with jobs."""
 
@@ -221,12 +231,22 @@ def get_transport(alias: str = "default") -> Transport:
             options = dict(conf.transports[alias].get("OPTIONS", {}))
             if found.capabilities.transactional:
                 options.setdefault("GROUPS", _declared_groups(conf, alias))
-                options.setdefault("DATABASE", _database_of_transport(conf, alias))
+                options.setdefault("DATABASE", _database_of_queues(conf, alias))
             _transports[alias] = found(alias, options)
         return _transports[alias]
 
 
-def _database_of_transport(conf: Settings, alias: str) -> str:
+def database_of_transport(alias: str) -> str:
+    """Return the database in whose transactions a transport that joins them writes its messages.
+
+    :raises ImproperlyConfigured: see ``get_transport``.
+    """
+    conf = get_settings()
+    options = conf.transports[alias].get("OPTIONS", {})
+    return options.get("DATABASE") or _database_of_queues(conf, alias)
+
+
+def _database_of_queues(conf: Settings, alias: str) -> str:
     """Return the database with the jobs of all queues on a transport that joins transactions.
 
     :raises ImproperlyConfigured: it would have to join those of several databases.
@@ -270,7 +290,9 @@ def _coordination_of(database: str) -> Coordination:
         options = dict(declared.get("OPTIONS", {}))
         is_of_database = found.is_with_jobs and "DATABASE" not in options
         if is_of_database and database != default_database():
-            options = {"DATABASE": database}
+            # A connection to listen on is to the default one.
+            options = {**options, "DATABASE": database}
+            options.pop("LISTEN_DATABASE", None)
         fresh: Coordination = found(options)
         _coordinations[database if is_of_database else ""] = fresh
         return fresh

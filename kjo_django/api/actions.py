@@ -422,7 +422,7 @@ def _in_background(view: KjoView, action: Action, job: Job, inputs: dict[str, An
     """Answer with the internal job, and write its log entry."""
     note = f": {inputs['note']}" if "note" in inputs else "."
     view.audit(f"{action.name.capitalize()}s dead letters{note}", is_new=True)([job])
-    url = jobs.job_url(view.request, job.pk)
+    url = view.url_of("job", job.pk)
     return Response(
         Background({"job": job.pk, "url": url}).data,
         status=status.HTTP_202_ACCEPTED,

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from django.apps import apps
 from django.http import Http404
+from django.urls import reverse
+from django.utils.http import urlencode
 from drf_spectacular.extensions import OpenApiSerializerExtension
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse, extend_schema
@@ -31,7 +33,7 @@ from kjo_django.api.fields import RequestShape, Shape, shape
 from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
-from kjo_django.runtime import databases, use_database
+from kjo_django.runtime import databases, jobs_database, use_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -169,6 +171,17 @@ class KjoView(APIView):  # type: ignore[misc]
         if wanted not in (None, *known) and request.method in self.allowed_methods:
             text = f"No jobs are in {wanted!r:.80}. Databases with jobs: {', '.join(known)}."
             raise ValidationError({DATABASE: text}, code="unknown")
+
+    def url_of(self, name: str, key: Any, database: str | None = None) -> str:
+        """Return the address of a row under the project's prefix.
+
+        :param name: of the URL.
+        :param database: the alias of the row's database; by default the one that is answered from.
+        """
+        match = self.request.resolver_match
+        url = reverse(f"{match.namespace if match else 'kjo_django_api'}:{name}", args=(key,))
+        alias = database or jobs_database()
+        return url if alias == databases()[0] else f"{url}?{urlencode({DATABASE: alias})}"
 
     # --- Reading requests -------------------------------------------------------------------------
 

@@ -9,16 +9,13 @@ from typing import Any
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404
-from django.urls import reverse
-from django.utils.http import urlencode
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
 from rest_framework.exceptions import PermissionDenied, ValidationError
-from rest_framework.request import Request
 from rest_framework.response import Response
 
 from kjo_django import registry, states
-from kjo_django.api.endpoints import DATABASE, ID, KjoView, endpoint, id_of, may, page_of
+from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, may, page_of
 from kjo_django.api.fields import (
     JSONObject,
     JSONValue,
@@ -44,7 +41,7 @@ from kjo_django.models import NEVER, DeadLetter, DeadLetterState, Job, JobFailur
 from kjo_django.operations import search
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
-from kjo_django.runtime import database_of, databases, jobs_database, use_database
+from kjo_django.runtime import database_of, jobs_database, use_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import MAX_PRIORITY
 from kjo_django.workflows.lists import workflow_of
@@ -291,9 +288,7 @@ def enqueue_job(view: KjoView) -> Response:
     """
     result = enqueue(view.body(EnqueueBody), view.audit("Enqueued.", is_new=True))
     job = _rows().using(result.database).get(pk=result.job_id)
-    place = job_url(view.request, job.pk)
-    if result.database != databases()[0]:
-        place = f"{place}?{urlencode({DATABASE: str(result.database)})}"
+    place = view.url_of("job", job.pk, result.database)
     answer = {name: getattr(job, name) for name in (*COLUMNS, "state")} | {"is_new": result.is_new}
     if not result.is_new and not view.sees_payloads:
         answer["key"] = ""  # of what somebody else has enqueued
@@ -408,12 +403,6 @@ def find(id: str) -> Job:
     if job is None:
         raise Http404
     return job
-
-
-def job_url(request: Request, id: Any) -> str:
-    """Return the address of a job, under the project's prefix."""
-    match = request.resolver_match
-    return reverse(f"{match.namespace if match else 'kjo_django_api'}:job", args=(id,))
 
 
 def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from django.http import Http404
-from django.urls import reverse
 from django.utils import timezone
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
@@ -161,11 +160,10 @@ def add_schedule(view: KjoView) -> Response:
         row = schedules.add(given.pop("name"), actor=view.actor, on_changed=audit, **given)
     except ScheduleFaults as error:
         raise refused(error) from None
-    address = _address(view, row)
     return Response(
         Schedule(summaries(view, [row])[0]).data,
         status=status.HTTP_201_CREATED,
-        headers={"Location": address},
+        headers={"Location": view.url_of("schedule", row.pk)},
     )
 
 
@@ -181,11 +179,6 @@ def find(id: str) -> ScheduleRow:
     if row is None:
         raise Http404
     return row
-
-
-def _address(view: KjoView, row: ScheduleRow) -> str:
-    match = view.request.resolver_match
-    return reverse(f"{match.namespace if match else 'kjo_django_api'}:schedule", args=(row.pk,))
 
 
 def summaries(view: KjoView, rows: Sequence[ScheduleRow]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from django.http import Http404
-from django.urls import reverse
 from django.utils import timezone
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
@@ -371,9 +370,7 @@ def erase_personal_data(view: KjoView) -> Response:
     except ValueError as error:
         raise Conflict(str(error)) from None
     view.audit(f"Asked to erase personal data, found by {person}.", is_new=True)([row])
-    match = view.request.resolver_match
-    namespace = match.namespace if match else "kjo_django_api"
-    headers = {"Location": reverse(f"{namespace}:erasure", args=(row.pk,))}
+    headers = {"Location": view.url_of("erasure", row.pk)}
     (facts,) = described([row.pk])
     return Response(Erasure(facts).data, status=status.HTTP_202_ACCEPTED, headers=headers)
 

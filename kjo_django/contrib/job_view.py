@@ -45,7 +45,7 @@ from kjo_django.enqueue.job_status import progress_of, shown_states
 from kjo_django.enqueue.waiting import close_connections, is_kept
 from kjo_django.models import NEVER, Job
 from kjo_django.operations.redaction import shown_payload, shown_result
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import databases, jobs_database
 from kjo_django.states import JobState, JobStatus
 
 logger = logging.getLogger("kjo_django")
@@ -225,7 +225,7 @@ def _find(id: Any) -> Job | None:
         key = JobHandle.of(id).job_id
     except ValueError:
         return None
-    rows = Job.objects.using(database_of_job(key)).defer("payload", "result")
+    rows = Job.objects.using(database_of_job(key) or databases()[0]).defer("payload", "result")
     return rows.filter(pk=key).first()
 
 

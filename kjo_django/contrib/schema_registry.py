@@ -68,7 +68,8 @@ def client() -> Any:
     options = get_settings().schema_registry
     if not all(map(_URL.match, str(options.get("url", "")).split(","))):
         raise ImproperlyConfigured(
-            "KJO['SCHEMA_REGISTRY'] needs a 'url' that begins with http:// or https://."
+            "KJO['SCHEMA_REGISTRY'] needs a 'url' that begins with http:// or https:// (or, for "
+            "tests within one process, mock://)."
         )
     with _lock:
         key = (os.getpid(), repr(sorted(options.items())))
@@ -151,12 +152,28 @@ class RegistrySerializer(ABC):
             raise MessageError("deserialization", why) from error
 
     def _codecs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the client's serializer and deserializer, made for the client in force."""
+        """Return the client's serializer and deserializer, made for the client in force.
+
+        :raises ImproperlyConfigured: they cannot be made.
+        """
         now = client()
         made = self._made
         if made is None or made[0] is not now:
-            self._made = made = (now, *self._make(now))
+            try:
+                self._made = made = (now, *self._make(now))
+            except Exception as error:
+                where = f"{type(self).__name__}({self.subject!r})"
+                raise ImproperlyConfigured(
+                    f"{where}: its schema or its options cannot be used: {text_of(error)}"
+                ) from error
         return made[1], made[2]
+
+    def check(self) -> None:
+        """Make the client's serializer, which connects to nothing.
+
+        :raises ImproperlyConfigured: the schema, an option, or the setting cannot be used.
+        """
+        self._codecs()
 
     def _write(self, write: Callable[..., Any], value: Any) -> Any:
         return write(value, self._context)
@@ -177,6 +194,7 @@ class AvroSerializer(RegistrySerializer):
     out, those that the writer's did not have get their defaults.
 
     :param schema: the text of the schema, a record with the arguments of the job as its fields.
+    :raises ValueError: it is not the text of a schema.
     """
 
     _format = "avro"
@@ -184,7 +202,11 @@ class AvroSerializer(RegistrySerializer):
     def __init__(self, subject: str, schema: str, **given: Any) -> None:
         super().__init__(subject, **given)
         self.schema = schema
-        self._parsed = parse_schema(json.loads(schema))
+        try:
+            self._parsed = parse_schema(json.loads(schema))
+        except Exception as error:
+            text = f"AvroSerializer({subject!r}): this is not the text of an Avro schema: {error!r}"
+            raise ValueError(text) from error
 
     def _make(self, client: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # Otherwise fields that the schema does not have would be left out without a word.
@@ -242,12 +264,16 @@ class ProtobufSerializer(RegistrySerializer):
     that a newer schema has.
 
     :param message: the class of a message with the arguments of the job as its fields.
+    :raises ValueError: it is no such class.
     """
 
     _format = "protobuf"
 
     def __init__(self, subject: str, message: type[Any], **given: Any) -> None:
         super().__init__(subject, **given)
+        if not hasattr(message, "DESCRIPTOR"):
+            text = f"the class of a message, as protoc makes it, not {message!r:.80}"
+            raise ValueError(f"ProtobufSerializer({subject!r}) takes {text}")
         self.message = message
 
     def _make(self, client: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -302,19 +328,18 @@ class _Base64Encoder(DjangoJSONEncoder):
 
 @checks.register("kjo")
 def check_schema_registry(**kwargs: Any) -> list[checks.CheckMessage]:
-    """Make the client, which connects to nothing, where a job has one of these serializers."""
-    used = [
-        each
-        for each in registry.handlers()
-        if isinstance(each.options.serializer, RegistrySerializer)
-    ]
-    try:
-        if used:
-            client()
-    except ImproperlyConfigured as error:
-        where = f"The job {used[0].name!r} has a serializer with a schema."
-        return [checks.Error(str(error), hint=where, id="kjo.E021")]
-    return []
+    """Make the client and its serializers, which connects to nothing, where jobs have them."""
+    found: dict[str, checks.CheckMessage] = {}
+    for each in registry.handlers():
+        serializer = each.options.serializer
+        if not isinstance(serializer, RegistrySerializer):
+            continue
+        try:
+            serializer.check()
+        except ImproperlyConfigured as error:
+            where = f"The job {each.name!r} has a serializer with a schema."
+            found.setdefault(str(error), checks.Error(str(error), hint=where, id="kjo.E021"))
+    return list(found.values())
 
 
 def is_outage(error: BaseException) -> bool:
@@ -328,4 +353,6 @@ def is_outage(error: BaseException) -> bool:
 
 
 def _unavailable(error: Exception) -> ServiceUnavailableError:
-    return ServiceUnavailableError(f"The schema registry cannot be asked: {text_of(error)}")
+    # Not which: its address may hold a password.
+    why = f"The schema registry cannot be asked, see KJO['SCHEMA_REGISTRY']: {text_of(error)}"
+    return ServiceUnavailableError(why)

@@ -380,7 +380,7 @@ def known_queue(name: str, also: Iterable[str] = ()) -> str:
 
     :param also: names that are allowed besides those of queues.
     """
-    known = [*registry.queue_names(), *also]
+    known = list(dict.fromkeys([*registry.queue_names(), *also]))
     if name not in known:
         hint = did_you_mean(name, known, f"Known: {', '.join(known)}.")
         raise ValueError(f"No queue is named {name!r}; declare it in KJO['QUEUES']. {hint}")

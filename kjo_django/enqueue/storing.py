@@ -46,6 +46,8 @@ from kjo_django.runtime import (
     Runtime,
     current_runtime,
     database_of,
+    database_of_transport,
+    databases,
     get_transport,
     jobs_database,
     runtime_of,
@@ -481,7 +483,7 @@ def store_record(
     )
     job.queued_at = now if job.state == JobState.QUEUED else None
     with (
-        use_database(_outbox_of(queue)) as runtime,
+        use_database(outbox_of(queue)) as runtime,
         tracing.tracer.enqueuing([job]) if tracing.tracer is not None else nullcontext(),
         runtime.store.transaction(savepoint=False),
     ):
@@ -490,7 +492,7 @@ def store_record(
     return job
 
 
-def _outbox_of(queue: QueueConf) -> str:
+def outbox_of(queue: QueueConf) -> str:
     """Return the alias of the database in which a record for this queue's relay is stored: that of
     the queue; for the common one, the database that this thread works with."""
     return jobs_database() if queue.name == OUTGOING else database_of(queue.name)
@@ -527,9 +529,17 @@ def _is_plain(key: bytes) -> bool:
 # --- The message of a job, and its way to the transport -------------------------------------------
 
 
-def is_transactional(queue: QueueConf) -> bool:
-    """Return whether the queue's transport publishes inside the caller's transaction."""
-    return transport_class(queue.transport).capabilities.transactional
+def is_transactional(queue: QueueConf, database: str | None = None) -> bool:
+    """Return whether the queue's transport publishes inside the transaction that stores the job.
+
+    :param database: the alias of the database with the job; by default that of this thread. Records
+        for others may be stored in another one than their transport writes to.
+    """
+    if not transport_class(queue.transport).capabilities.transactional:
+        return False
+    if queue.name != OUTGOING or len(databases()) == 1:
+        return True
+    return database_of_transport(queue.transport) == (database or jobs_database())
 
 
 def channel_of(queue: QueueConf) -> str:

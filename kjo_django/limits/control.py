@@ -21,7 +21,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
 from kjo_django.limits.rules import job_limit, queue_limit, rate_of
 from kjo_django.models import LimitControl
-from kjo_django.runtime import current_runtime, get_coordination
+from kjo_django.runtime import current_runtime, get_coordination, refuse_elsewhere
 from kjo_django.values import MOST_AT_ONCE, did_you_mean, rate, refuse_unknown, whole
 
 Observer = Callable[[Sequence[Any]], None]
@@ -78,7 +78,7 @@ def overview() -> list[dict[str, Any]]:
     runtime, settings = current_runtime(), get_settings()
     controls = {row.name: row for row in LimitControl.objects.using(runtime.database)}
     declared: dict[str, dict[str, Any]] = {}
-    for queue in registry.queue_names():
+    for queue in filter(runtime.holds, registry.queue_names()):
         declared[queue_limit(queue)] = {"rate": settings.queue(queue).rate, "concurrency": None}
     for handler in registry.handlers():
         options = handler.options
@@ -186,7 +186,7 @@ def check_value(name: str, option: str, value: Any) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Check that a queue or a job of this name may have a limit.
+    """Check that a queue or a job of this name may have a limit in this thread's database.
 
     :raises ValueError: none may.
     """
@@ -199,8 +199,11 @@ def check_name(name: str) -> None:
     if of not in known:
         hint = did_you_mean(of, known, f"Known: {', '.join(known)}.")
         raise ValueError(f"No {kind} is named {of!r:.120}. {hint}")
-    if kind == "queue" and registry.route_of(of) is not registry.JOBS:
+    if kind != "queue":
+        return
+    if registry.route_of(of) is not registry.JOBS:
         raise ValueError(f"The queue {of!r} holds messages of other services, which have no limit")
+    refuse_elsewhere(of)
 
 
 def _announce(

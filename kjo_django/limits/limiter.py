@@ -284,7 +284,9 @@ class Limiter:
         if not asking:
             return
         slack = {
-            limit: max(0.0, min(1.5 * self._lateness - limit.rate.grace, LONGEST_SLACK))
+            limit: min(1.5 * self._lateness - limit.rate.grace, LONGEST_SLACK)
+            if self._lateness > limit.rate.grace
+            else 0.0
             for rates in asking.values()
             for limit in rates
             if limit.rate is not None
@@ -439,7 +441,7 @@ class Limiter:
         that finds its permit lapsed, before it is prepared, is late as well."""
         if delivery.permit_since:
             late = min(now - delivery.permit_since, LONGEST_SLACK)
-            self._lateness += (0.5 if late > self._lateness else 0.2) * (late - self._lateness)
+            self._lateness += 0.5 * (late - self._lateness)
             delivery.permit_since = 0.0
 
     # --- The line ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.outbox import unpublishable
-from kjo_django.runtime import Runtime, current_runtime, get_transport, set_database
+from kjo_django.runtime import Runtime, current_runtime, get_transport, use_database
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.store.servers import mend_connection, watch_server
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -119,8 +119,12 @@ class Relay:
         # Records for topics of no declared queue are in nobody else's care.
         names = [*names, storing.OUTGOING]
         # On a transactional transport the message was written with the row.
-        self.queues = [n for n in names if not storing.is_transactional(self._settings.queue(n))]
-        declared = [self._settings.queue(name) for name in self.queues]
+        declared = [
+            queue
+            for queue in map(self._settings.queue, names)
+            if not storing.is_transactional(queue, self.runtime.database)
+        ]
+        self.queues = [queue.name for queue in declared]
         self._levelled = {queue.name: queue for queue in declared if len(queue.levels) > 1}
         """The queues with levels of priority."""
         self._on_error = on_error
@@ -342,22 +346,25 @@ class Relay:
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out. While coordination is away, and nobody
         can wake it, the relay polls."""
-        set_database(self.runtime.database)
-        watch_server(self.runtime.database)
-        try:
-            with self._leases.renewed():
-                while not self._stopping.is_set():
-                    if self._listener is None and self._clock.monotonic() >= self._listen_at:
-                        self._listen()
-                    delay = self.step()
-                    if delay <= 0:
-                        continue
-                    if self._listener is None:
-                        self._clock.wait(self._stopping, min(delay, LISTEN_AGAIN))
-                    elif self._listener.wait(delay):
-                        self._is_called = True
-        finally:
-            self.close()
+        with use_database(self.runtime.database):
+            watch_server(self.runtime.database)
+            try:
+                with self._leases.renewed():
+                    self._publish_until_stopped()
+            finally:
+                self.close()
+
+    def _publish_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            if self._listener is None and self._clock.monotonic() >= self._listen_at:
+                self._listen()
+            delay = self.step()
+            if delay <= 0:
+                continue
+            if self._listener is None:
+                self._clock.wait(self._stopping, min(delay, LISTEN_AGAIN))
+            elif self._listener.wait(delay):
+                self._is_called = True
 
     def call(self) -> None:
         """Let the next ``step`` look for due rows at once: a transaction that stored some has

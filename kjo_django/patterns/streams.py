@@ -39,13 +39,12 @@ from kjo_django.conf import declare_queue
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.failures import error_text
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.enqueue.storing import store_record
+from kjo_django.enqueue.storing import carrier_of, outbox_of, store_record
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, loads_for_display, storable_text
 from kjo_django.retries import Backoff
-from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
 producer_logger = logging.getLogger("kjo_django.producer")
@@ -100,7 +99,7 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
         try:
             identifier = self.payload_identifier(payload)
             fields = {**self.build_message(payload), RETRY_COUNT: "0"}
-            with transaction.atomic(using=jobs_database()):
+            with transaction.atomic(using=outbox_of(carrier_of(self.stream_key))):
                 row = store_record(
                     self.stream_key,
                     value=JSON.dumps({name: str(value) for name, value in fields.items()}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -560,7 +561,7 @@ def test_the_data_of_a_cloudevent_may_have_a_schema(server, events_of_orders) ->
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "KJO['SCHEMA_REGISTRY'] needs a 'url' that begins with http:// or https://."),
+        ({}, "KJO['SCHEMA_REGISTRY'] needs a 'url' that begins with http:// or https://"),
         ({"timeout": 1}, "KJO['SCHEMA_REGISTRY'] needs a 'url'"),
         ({"url": "user:secret@localhost:8081"}, "needs a 'url' that begins with http://"),
         ({"url": "http://a,b:8081"}, "needs a 'url' that begins with http://"),
@@ -587,6 +588,40 @@ def test_the_checks_find_a_registry_that_cannot_be_used(settings, options, why) 
     # A message that is there can wait for the settings
     with pytest.raises(ServiceUnavailableError, match="SCHEMA_REGISTRY"):
         avro_order().loads(b"\x00\x00\x00\x00\x01\x02")
+
+
+def test_the_checks_find_options_and_schemas_that_cannot_be_used(mock) -> None:
+    """Each payload would be refused for it, as if the payload were wrong."""
+
+    # Given
+    def take(**payload: Any) -> None: ...
+
+    wrong = [
+        (
+            AvroSerializer("a", avro_order().schema, options={"auto.register.schema": False}),
+            "register.schema",
+        ),
+        (JsonSchemaSerializer("j", "{oops"), "JsonSchemaSerializer('j')"),
+    ]
+    for number, (serializer, why) in enumerate(wrong):
+        as_job(take, f"bench.take{number}", serializer=serializer)
+        with pytest.raises(ImproperlyConfigured, match=re.escape(why)):
+            serializer.dumps(ORDER)
+    # Then
+    messages = check_schema_registry()
+    assert [message.id for message in messages] == ["kjo.E021"] * 2
+    assert all(why in message.msg for message, (_, why) in zip(messages, wrong, strict=True))
+
+
+@pytest.mark.parametrize("schema", ["", "orders.avsc", '{"type": "itn"}'])
+def test_what_is_no_avro_schema_is_refused_where_it_is_declared(schema) -> None:
+    with pytest.raises(ValueError, match=r"AvroSerializer\('s'\): this is not the text of an Avro"):
+        AvroSerializer("s", schema)
+
+
+def test_what_is_no_message_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(ValueError, match=r"takes the class of a message, as protoc makes it"):
+        ProtobufSerializer("p", "Order")  # type: ignore[arg-type]
 
 
 def test_settings_that_are_no_dict_are_not_shown(settings) -> None:

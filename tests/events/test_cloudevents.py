@@ -19,12 +19,13 @@ from kjo_django import (
     publish_event,
 )
 from kjo_django.checks import check_settings
-from kjo_django.exceptions import PayloadError
+from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.events import cloudevents
+from kjo_django.patterns.events.event import event_of
 from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -458,6 +459,12 @@ def test_what_is_no_cloudevent_is_a_dead_letter(memory, value, headers, reason, 
     assert letter.reason == reason
     assert error in letter.error
     assert bytes(letter.value or b"") == value
+
+
+@pytest.mark.parametrize("value", [[1], None, "x"])
+def test_a_structured_one_that_is_no_object_is_refused(value) -> None:
+    with pytest.raises(MessageError, match="it is not an object"):
+        event_of(value, {"content-type": "application/cloudevents+json"}, None)
 
 
 @CLOUDEVENTS

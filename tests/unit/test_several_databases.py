@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,31 +15,51 @@ import pytest
 from django.contrib.auth.models import User
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
-from rest_framework.test import APIRequestFactory, force_authenticate
+from rest_framework.test import APIClient, APIRequestFactory, force_authenticate
 
 from kjo_django import Queue, chain, checks, enqueue_on_save, group, job, registry
 from kjo_django.api import jobs as api_jobs
 from kjo_django.api.endpoints import address
 from kjo_django.contrib import job_view
+from kjo_django.contrib.health import HealthView
 from kjo_django.contrib.prometheus import MetricsView
 from kjo_django.enqueue import definition
 from kjo_django.enqueue.handle import JobHandle
-from kjo_django.models import Job, ProcessedEvent, Schedule, TransportMessage, Workflow
+from kjo_django.models import (
+    Job,
+    LimitControl,
+    ProcessedEvent,
+    Schedule,
+    TransportMessage,
+    Workflow,
+)
 from kjo_django.operations import schedules
 from kjo_django.operations.monitoring.health import health_everywhere
 from kjo_django.operations.rescheduling import change_queue
 from kjo_django.outbox.relay import Relay
-from kjo_django.runtime import databases, get_transport, runtime_for, use_database
+from kjo_django.patterns import streams
+from kjo_django.patterns.events.event import publish_event
+from kjo_django.patterns.items.producer import processing_name
+from kjo_django.patterns.streams import AbstractStreamProducer
+from kjo_django.runtime import (
+    databases,
+    get_coordination,
+    get_transport,
+    jobs_database,
+    runtime_for,
+    use_database,
+)
 from kjo_django.schedules.declarations import ScheduleFaults, synchronize
 from kjo_django.worker import Worker
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.databases import sqlite_settings
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench
+from tests.unit.test_template_producer import Source, items
 
 JOBS2 = "jobs2"
 SEVERAL = {
@@ -230,6 +251,13 @@ def test_relays_publish_the_rows_of_their_database(send: Any, file: Any) -> None
     assert second.publish_all() == []
     # Then
     assert (states(JOBS2), states("default")) == (["queued"], ["pending"])
+
+
+def test_a_relay_leaves_its_thread_with_the_database_of_before(jobs2: str) -> None:
+    relay = Relay(runtime=runtime_for(JOBS2))
+    relay.stop()
+    relay.run()
+    assert jobs_database() == "default"
 
 
 def test_leases_that_each_database_has_do_not_collide(jobs2: str) -> None:
@@ -425,6 +453,100 @@ def test_the_database_transport_of_a_queue_is_in_the_database_of_its_jobs(
     assert handle.result == "sent"
 
 
+def test_a_record_for_others_is_undone_with_the_transaction_of_its_database(
+    jobs2: str, settings: Any
+) -> None:
+    """No queue declares its topic, and the transport for it is in the other database: the relay
+    brings it there."""
+    # Given
+    backend = "kjo_django.transports.database.DatabaseTransport"
+    settings.KJO = {
+        **KJO,
+        "QUEUES": {"ledger": {}, "emails": {"database": JOBS2, "transport": JOBS2}},
+        "TRANSPORTS": {alias: {"BACKEND": backend} for alias in ("default", JOBS2)},
+    }
+    tell = partial(publish_event, "news", {"type": "NEWS", "data": {}})
+    subscription = get_transport().subscribe(["news"], "readers")
+    # When
+    with use_database(JOBS2):
+        with transaction.atomic(using=JOBS2):
+            tell()
+            transaction.set_rollback(True, using=JOBS2)
+        with transaction.atomic(using=JOBS2):
+            tell()
+        relay = Relay(runtime=runtime_for(JOBS2))
+    # Then
+    assert TransportMessage.objects.count() == 0
+    assert states(JOBS2) == ["pending"]
+    with use_database(JOBS2):
+        relay.publish_all()
+    assert states(JOBS2) == ["completed"]
+    assert [record.topic for record in subscription.poll(10, 1.0)] == ["news"]
+    subscription.close()
+    # And from its own database it needs no relay
+    tell()
+    assert states("default") == ["completed"]
+
+
+class Mails(Source):
+    topic = None
+    queue = "emails"
+
+
+def test_a_producer_works_with_the_database_of_its_queue(jobs2: str, settings: Any) -> None:
+    # Given
+    backend = "kjo_django.transports.database.DatabaseTransport"
+    emails = {"database": JOBS2, "transport": JOBS2, "key_prefix": "SOURCE"}
+    settings.KJO = {
+        **SEVERAL,
+        "TRANSPORTS": {**SEVERAL["TRANSPORTS"], JOBS2: {"BACKEND": backend}},
+        "QUEUES": {"ledger": {}, "emails": emails},
+    }
+    mails = Mails(items(3))
+    # When it sends inside a transaction, which may be undone after the items are marked as sent
+    with pytest.raises(RuntimeError, match="durable"), transaction.atomic(using=JOBS2):
+        mails.produce_messages({}, 10)
+    # And while one is being processed by a worker of its database
+    with use_database(JOBS2):
+        lease = processing_name(mails.target, "1")
+        get_coordination().claim([lease], "worker", timedelta(seconds=60))
+    sent = mails.produce_messages({}, 10)
+    # Then
+    assert mails.get_processing_ids() == {"1"}
+    assert (sent.sent, TransportMessage.objects.using(JOBS2).count()) == (2, 2)
+
+
+def test_a_task_of_a_stream_that_cannot_be_stored_spares_the_transaction_of_its_database(
+    jobs2: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given
+    settings.KJO = {**SEVERAL, "QUEUES": {"news": {"database": JOBS2, "topic": "news"}}}
+
+    class News(AbstractStreamProducer[str]):
+        stream_key = "news"
+        task_display_name = "news"
+
+        def payload_identifier(self, payload: str) -> str:
+            return payload
+
+        def build_message(self, payload: str) -> dict[str, Any]:
+            return {"text": payload}
+
+        def on_send_failed(self, payload: str, error: str) -> None:
+            pass
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        Entry.objects.using(JOBS2).create(job="half of it")
+        raise DatabaseError("The table is full")
+
+    monkeypatch.setattr(streams, "store_record", fail)
+    # When
+    with transaction.atomic(using=JOBS2):
+        assert News().send_task("x") is None
+    # Then
+    assert not Entry.objects.using(JOBS2).exists()
+
+
 # --- Looking and acting ---------------------------------------------------------------------------
 
 
@@ -477,6 +599,81 @@ def test_the_dashboard_shows_one_database_and_keeps_the_choice(send: Any, file: 
     assert (states(JOBS2), states("default")) == (["cancelled"], ["pending"])
 
 
+def test_a_form_changes_the_database_that_its_page_has_shown(send: Any) -> None:
+    """Another tab may have chosen another database since."""
+    # Given
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    send.enqueue(name="a")
+    pages = [
+        ("jobs", []),
+        ("job", [Job.objects.using(JOBS2).get().pk]),
+        ("queue", ["emails"]),
+        ("limit", ["queue:emails"]),
+        ("schedule_add", []),
+        ("personal_data", []),
+    ]
+    # Then
+    for name, arguments in pages:
+        client.get(reverse("admin:kjo_django_dashboard_changelist"), {"database": JOBS2})
+        address = reverse(f"admin:kjo_django_dashboard_{name}", args=arguments)
+        shown = client.get(address).content.decode()
+        forms = re.findall(r"<form[^>]*method=.post.*?</form>", shown, re.DOTALL)
+        ours = [form for form in forms if "logout" not in form]
+        assert ours, name
+        assert all('name="database" value="jobs2"' in form for form in ours), name
+    # When
+    client.get(address, {"database": "default"})
+    cancel = reverse("admin:kjo_django_dashboard_job_cancel", args=[pages[1][1][0]])
+    client.post(cancel, {"database": JOBS2})
+    # Then
+    assert states(JOBS2) == ["cancelled"]
+
+
+def test_the_dashboard_knows_no_other_database(jobs2: str) -> None:
+    # Given
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    screen = reverse("admin:kjo_django_dashboard_changelist")
+    # Then
+    assert client.get(screen, {"database": "jobs3"}).status_code == 404
+    assert client.post(screen, {"database": "jobs3"}).status_code == 404
+    # And what a browser kept of a database that is gone is forgotten
+    client.cookies["kjo_database"] = "jobs3"
+    assert client.get(screen).status_code == 200
+
+
+def test_a_limit_of_a_queue_is_set_in_the_database_of_its_jobs(jobs2: str) -> None:
+    with pytest.raises(CommandError, match="The jobs of 'emails' are in 'jobs2'"):
+        call_command("kjo_limits", "set", "queue:emails", "--rate", "1/h")
+    call_command("kjo_limits", "set", "queue:emails", "--rate", "1/h", "--database", JOBS2)
+    assert LimitControl.objects.using(JOBS2).get().rate == "1/h"
+
+
+def test_a_command_that_is_asked_for_a_queue_of_another_database_says_where_it_is(
+    jobs2: str,
+) -> None:
+    where = "The jobs of 'emails' are in 'jobs2', not in 'default'"
+    with pytest.raises(CommandError, match=where):
+        call_command("kjo_status", "emails")
+    with pytest.raises(CommandError, match=where):
+        call_command("kjo_replay_dlq", "--queue", "emails", "--dry-run")
+
+
+def test_the_health_view_answers_for_the_database_that_is_named(jobs2: str, rf: Any) -> None:
+    def checked(**query: str) -> set[str]:
+        request = rf.get("/", query)
+        request.user = User(is_superuser=True)
+        answer = json.loads(HealthView.as_view()(request).content)
+        return {check["name"] for check in answer.get("checks", ())}
+
+    # Then
+    assert {"workers", "workers@jobs2"} <= checked()
+    assert "workers@jobs2" not in checked(database=JOBS2)
+    assert "workers" in checked(database=JOBS2)
+    assert checked(database="jobs3") == set()
+
+
 def test_the_api_answers_from_the_database_that_it_is_told(send: Any, file: Any) -> None:
     # Given
     factory = APIRequestFactory()
@@ -493,6 +690,27 @@ def test_the_api_answers_from_the_database_that_it_is_told(send: Any, file: Any)
     assert (status_of(first), status_of(second)) == (200, 404)
     assert status_of(second, database=JOBS2) == 200
     assert status_of(second, database="jobs3") == 400
+
+
+@pytest.mark.urls("tests.api.urls")
+def test_what_the_api_stores_is_found_where_it_says(send: Any) -> None:
+    # Given
+    client = APIClient()
+    client.force_authenticate(User.objects.create_superuser("root"))
+    schedule = {"name": "daily", "job": "tests.send", "every": 60, "payload": {"name": "a"}}
+    requests = [
+        ("jobs", {"handler": "tests.send", "payload": {"name": "a"}}),
+        ("schedules", schedule),
+        ("erasures", {"keys": ["7"]}),
+    ]
+    for name, body in requests:
+        # When
+        url = reverse(f"kjo_django_api:{name}")
+        answer = client.post(f"{url}?database={JOBS2}", body, format="json")
+        # Then
+        assert answer.status_code in (201, 202), answer.data
+        assert answer["Location"].endswith("?database=jobs2")
+        assert client.get(answer["Location"]).status_code == 200
 
 
 def test_metrics_are_those_of_the_database_that_is_named(send: Any, rf: Any, settings: Any) -> None:

@@ -23,6 +23,7 @@ from django.contrib.auth.context_processors import PermWrapper
 from django.core.cache import cache
 from django.core.exceptions import PermissionDenied
 from django.http import (
+    Http404,
     HttpRequest,
     HttpResponse,
     HttpResponseNotAllowed,
@@ -140,7 +141,8 @@ class Page:
         """
         folder = "admin/kjo_django/dashboard/"
         may = PermWrapper(self.request.user)["kjo_django"]  # for templates: may.retry_job
-        context = {"may": may, "here": self._here, **context}
+        several = {"databases": self._databases(), "database": jobs_database()}
+        context = {"may": may, "here": self._here, **several, **context}
         if self.request.headers.get("X-Kjo-Fragment") and live:
             return self._fragment(render_to_string(folder + live, context, self.request))
         context |= {
@@ -150,7 +152,6 @@ class Page:
             "controls_template": controls and folder + controls,
             "below_template": below and folder + below,
             "navigation": self._navigation(),
-            "databases": self._databases(),
             "plain": self._plain(),
         }
         return TemplateResponse(self.request, PAGE, context, status=status)
@@ -283,9 +284,13 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
         return screen.view(page, **arguments)
 
     def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
-        known, wanted = databases(), request.GET.get(DATABASE)
-        chosen = wanted or request.COOKIES.get(COOKIE)
-        if chosen not in known or len(known) == 1:
+        known, chosen = databases(), _named_database(request)
+        if chosen is not None and chosen not in known:
+            raise Http404(_("No queue has its jobs in a database of this name."))
+        wanted = request.GET.get(DATABASE)
+        if chosen is None and (kept := request.COOKIES.get(COOKIE)) in known:
+            chosen = kept
+        if chosen is None or len(known) == 1:
             return show(request, **arguments)
         with use_database(chosen):
             response = show(request, **arguments)
@@ -297,6 +302,13 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
         return response
 
     return view
+
+
+def _named_database(request: HttpRequest) -> str | None:
+    """Return the database that a request names: by its form, by its address, or, as a page that
+    refreshes itself, by a header. A cookie is no name: another tab may have changed it since."""
+    named = request.POST.get(DATABASE) or request.GET.get(DATABASE)
+    return named or request.headers.get("X-Kjo-Database") or None
 
 
 def shared(name: str, compute: Callable[[], Any], seconds: float = CACHE_SECONDS) -> Any:

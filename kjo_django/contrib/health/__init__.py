@@ -22,10 +22,12 @@ from django.views import View
 from kjo_django.operations.monitoring.health import (
     Check,
     Thresholds,
+    health,
     health_everywhere,
     is_healthy,
     lag_by_partition,
 )
+from kjo_django.runtime import UnknownDatabaseError, use_database
 
 PERMISSION = "kjo_django.view_job"
 
@@ -58,7 +60,8 @@ class HealthView(View):
     """Answers ``GET`` with whether all checks pass, and which do not.
 
     Details name hosts and errors, so they are for users with the permission ``view_job``, as are
-    thresholds in the query: ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``. All other requests
+    thresholds in the query, ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``, and one database
+    of several, ``?database=alias``. All other requests
     share one run of the checks every ``cache_seconds`` in each process, so frequent requests cost
     little.
 
@@ -75,18 +78,15 @@ class HealthView(View):
     def get(self, request: HttpRequest) -> JsonResponse:
         """Run the checks and answer."""
         sees_details = may_see(request)
-        thresholds = self.thresholds
-        if sees_details:
-            try:
-                thresholds = _read(request, thresholds)
-            except ValueError as error:
-                return JsonResponse({"error": str(error)}, status=400)
         # The last tenth is left to the lag of each partition.
         timeout = 0.9 * self.timeout
         if sees_details:
-            checks = health_everywhere(timeout, thresholds)
+            try:
+                checks = _checks(request, timeout, self.thresholds)
+            except (ValueError, UnknownDatabaseError) as error:
+                return JsonResponse({"error": str(error)}, status=400)
         else:
-            checks = _shared_checks(timeout, thresholds, self.cache_seconds)
+            checks = _shared_checks(timeout, self.thresholds, self.cache_seconds)
         is_ok = bool(checks) and is_healthy(checks)
         answer: dict[str, Any] = {"healthy": is_ok, "timestamp": timezone.now().isoformat()}
         if sees_details:
@@ -107,6 +107,19 @@ def may_see(request: HttpRequest) -> bool:
     except Exception:
         # Whose session cannot be read because the database is away is nobody we know.
         return False
+
+
+def _checks(request: HttpRequest, timeout: float, usual: Thresholds) -> list[Check]:
+    """Return the checks that a request asks for.
+
+    :raises ValueError: a threshold means nothing.
+    :raises UnknownDatabaseError: no queue has its jobs in the database that it names.
+    """
+    thresholds = _read(request, usual)
+    if database := request.GET.get("database"):
+        with use_database(database):
+            return health(timeout, thresholds)
+    return health_everywhere(timeout, thresholds)
 
 
 def _read(request: HttpRequest, usual: Thresholds) -> Thresholds:

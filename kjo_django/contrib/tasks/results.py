@@ -48,7 +48,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.registry import HandlerOptions
-from kjo_django.runtime import current_runtime, jobs_database
+from kjo_django.runtime import current_runtime, databases, jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import duration
 
@@ -78,7 +78,7 @@ def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
     """
     try:
         key = uuid.UUID(str(result_id))
-        job = Job.objects.using(database_of_job(key)).get(pk=key, handler=NAME)
+        job = Job.objects.using(database_of_job(key) or databases()[0]).get(pk=key, handler=NAME)
         call = _call_of(job)
         if call.backend == backend.alias and not _is_over(job):
             return _result_of_row(job, call, backend.alias)

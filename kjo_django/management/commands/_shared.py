@@ -123,19 +123,18 @@ class ParsedCommand(BaseCommand):
     # This app's settings alone: for the checks of others Django imports every view of the project,
     # which a worker never calls.
     requires_system_checks: tuple[str, ...] = ("kjo",)
-    works_with_all: ClassVar[bool] = False
-    """Whether it works with all databases that hold jobs unless ``--database`` names one."""
+    without_database: ClassVar[str] = "the first of them if not given"
+    """What ``--help`` says of a command without ``--database``."""
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return the parser of the command line."""
         kwargs.setdefault("formatter_class", _HelpFormatter)
         parser = super().create_parser(prog_name, subcommand, **kwargs)
-        usual = "all of them" if self.works_with_all else "the first of them"
         parser.add_argument(
             "--database",
             metavar="ALIAS",
-            help=f"Where queues have databases of their own: the one to work with; {usual} if not "
-            "given.",
+            help="Where queues have databases of their own: the one to work with; "
+            f"{self.without_database}.",
         )
         return parser
 

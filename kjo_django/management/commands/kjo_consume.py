@@ -33,7 +33,7 @@ REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERV
 class Command(ParsedCommand):
     """Run jobs until stopped: one process, or ``--processes``, for each database of the queues."""
 
-    works_with_all = True
+    without_database = "all of them if not given"
     help = "Consume queues: run their jobs, and relay committed ones, until stopped."
 
     def add_arguments(self, parser: CommandParser) -> None:

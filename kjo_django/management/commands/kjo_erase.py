@@ -17,6 +17,7 @@ ACTOR = "kjo_erase"
 class Command(KjoCommand):
     """Erase the jobs, failures, dead letters, results and messages of a person."""
 
+    without_database = "to be given where there are several"
     help = (
         "Delete or redact what the tables hold of a person, and say what is left elsewhere. Exit "
         "code 1: rows were kept, such as open jobs; run it again when they have ended."

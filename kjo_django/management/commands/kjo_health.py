@@ -23,7 +23,7 @@ from kjo_django.operations.monitoring.health import (
 class Command(KjoCommand):
     """Check settings, database, coordination, transports, topics, relay, workers and lag."""
 
-    works_with_all = True
+    without_database = "all of them if not given"
     help = "Check that everything is well; exits with 1 when it is not."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

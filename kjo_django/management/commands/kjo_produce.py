@@ -40,7 +40,7 @@ class Command(ParsedCommand):
     Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage.
     """
 
-    works_with_all = True
+    without_database = "all of them if not given"
     help = (
         "Without a producer: run the relay, which publishes committed jobs to their transports. "
         "With one (app.producers.EmailProducer): send its items, once or every --interval seconds."

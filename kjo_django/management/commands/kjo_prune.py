@@ -15,7 +15,7 @@ RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "m
 class Command(KjoCommand):
     """Delete finished jobs, dead letters, old markers and metrics by their retention."""
 
-    works_with_all = True
+    without_database = "all of them if not given"
     help = "Delete what has been kept longer than the KJO['RETENTION_…'] settings say."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

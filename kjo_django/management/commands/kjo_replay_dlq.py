@@ -9,6 +9,7 @@ from kjo_django.management.commands._shared import KjoCommand, instant, plain, p
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
+from kjo_django.runtime import refuse_elsewhere
 
 
 class Command(KjoCommand):
@@ -54,6 +55,8 @@ class Command(KjoCommand):
         shared["reprocess"] = options["mode"] == "reprocess"
         filters = ("ids", "handler", "queue", "reason", "error", "fingerprint", "since", "until")
         chosen = DeadLetterFilter(**given(*filters))
+        if options["queue"]:
+            refuse_elsewhere(options["queue"])
         progress = self.progress("Looked at")
         if options["source"] == "table":
             for name in ("topic", "target", "group"):

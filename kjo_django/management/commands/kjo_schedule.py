@@ -34,7 +34,7 @@ class Command(KjoCommand):
     Workers do the former too, unless they have ``--no-schedules``. Any number may.
     """
 
-    works_with_all = True
+    without_database = "if not given, all of them, and for an action the first"
     help = (
         "Store the jobs of due schedules until stopped. With an action: list the schedules, show "
         "the next ticks of one, run, pause or resume some, or import those of Celery beat."

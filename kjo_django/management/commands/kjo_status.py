@@ -9,6 +9,7 @@ from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.monitoring.status import COUNTED, status
 from kjo_django.operations.queues import overview
+from kjo_django.runtime import refuse_elsewhere
 
 
 class Command(KjoCommand):
@@ -25,6 +26,7 @@ class Command(KjoCommand):
         """Return what the queues asked for are doing."""
         for name in options["queues"]:
             known_queue(name, also=[row["queue"] for row in overview()])
+            refuse_elsewhere(name)
         return status(options["queues"] or None), True
 
     def show(self, answer: Any) -> None:

@@ -102,6 +102,8 @@ def fields_of(
         prefix = len(PREFIX)
         given = {name[prefix:]: text for name, text in headers.items() if name.startswith(PREFIX)}
         data = payload if decodes_data else None
+    elif not isinstance(payload, Mapping):
+        raise _invalid("it is not an object")
     else:
         given = {name: value for name, value in payload.items() if value is not None}
         data = _data_of(given) if decodes_data else None

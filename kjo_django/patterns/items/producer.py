@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -54,10 +55,12 @@ from kjo_django.patterns.items.options import (
 )
 from kjo_django.runtime import (
     current_runtime,
+    database_of,
+    database_of_transport,
     get_coordination,
     get_transport,
-    jobs_database,
     transport_class,
+    use_database,
 )
 from kjo_django.transports.base import OutgoingRecord, Published
 
@@ -265,7 +268,8 @@ class AbstractProducer(abc.ABC):
         if not isinstance(message_type, str) or not message_type:
             raise ValueError("message_type must be text that is not empty")
         self.connect()
-        return Sending(self, limit, message_type).run(dict(criteria))
+        with self._its_database():
+            return Sending(self, limit, message_type).run(dict(criteria))
 
     def connect(self) -> None:
         """Make sure that the topic exists; the first ``produce_messages`` does it too.
@@ -281,17 +285,24 @@ class AbstractProducer(abc.ABC):
         self._is_connected = False
         self._partitions = (0.0, 0)
 
+    def _its_database(self) -> AbstractContextManager[object]:
+        """Return a block that works with the database of the queue, whose consumers lease its
+        items there."""
+        return use_database(database_of(self.target.queue))
+
     # --- What was sent ----------------------------------------------------------------------------
 
     def get_processing_ids(self) -> set[str]:
         """Return those of the items that are being processed."""
         name = processing_name(self.target, "")
-        return {found[len(name) :] for found in get_coordination().names(name)}
+        with self._its_database():
+            return {found[len(name) :] for found in get_coordination().names(name)}
 
     def get_sent_hashes(self, item_ids: Iterable[str]) -> dict[str, str]:
         """Return the content hashes of those of the items that were sent recently, in one call."""
         names = {sent_name(self.target, item_id): item_id for item_id in item_ids}
-        marks = get_coordination().get_marks(list(names))
+        with self._its_database():
+            marks = get_coordination().get_marks(list(names))
         return {names[name]: hash for name, hash in marks.items()}
 
     def get_sent_hash(self, item_id: str) -> str | None:
@@ -570,7 +581,8 @@ class Sending:
                 return publish(transport, records)
             # Committed before they are marked as sent: inside somebody's transaction they might
             # never be. Durable makes Django refuse that.
-            with transaction.atomic(using=jobs_database(), durable=True):
+            using = database_of_transport(self._target.transport)
+            with transaction.atomic(using=using, durable=True):
                 answers = publish(transport, records)
         except PublishError as error:
             return [Published(error=str(error)) for _ in records]

@@ -52,6 +52,10 @@
             if (etag) {
                 headers["If-None-Match"] = etag;
             }
+            const database = document.querySelector("#kjo-act [name=database]");
+            if (database) {
+                headers["X-Kjo-Database"] = database.value;
+            }
             const response = await fetch(location.href, {
                 headers, cache: "no-store", redirect: "manual", credentials: "same-origin",
             });
