@@ -21,7 +21,7 @@ E015    an entry of SCHEDULES that means nothing, or whose job cannot be enqueue
 E018    the topic of a level of priority that is another queue's
 E019    an isolation level or a character set of MariaDB or MySQL that jobs cannot use
 E020    a SERVICE_NAME that no CloudEvent can have as its source
-E021    a SCHEMA_REGISTRY that is missing or cannot be used (contrib.schema_registry)
+E021    a SCHEMA_REGISTRY, a schema or its options that cannot be used (contrib.schema_registry)
 E022    enqueue_on_save of a model in another database than the jobs of the queue
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers

@@ -162,6 +162,8 @@ class RegistrySerializer(ABC):
             try:
                 self._made = made = (now, *self._make(now))
             except Exception as error:
+                if is_outage(error):
+                    raise
                 where = f"{type(self).__name__}({self.subject!r})"
                 raise ImproperlyConfigured(
                     f"{where}: its schema or its options cannot be used: {text_of(error)}"

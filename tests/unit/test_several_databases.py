@@ -630,6 +630,25 @@ def test_a_form_changes_the_database_that_its_page_has_shown(send: Any) -> None:
     assert states(JOBS2) == ["cancelled"]
 
 
+def test_a_page_that_refreshes_itself_keeps_its_database_and_no_other_tab_notices(
+    send: Any, file: Any
+) -> None:
+    # Given
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    first, second = file.enqueue(name="a"), send.enqueue(name="b")
+    screen = reverse("admin:kjo_django_dashboard_jobs")
+    client.get(screen, {"database": JOBS2})
+    # When a tab of before refreshes itself, as it was opened: by a link or by the menu
+    fragment = {"X-Kjo-Fragment": "1", "X-Kjo-Database": "default"}
+    for query in ({}, {"database": "default"}):
+        shown = client.get(screen, query, headers=fragment).content.decode()
+        assert (first.id in shown, second.id in shown) == (True, False)
+    # Then
+    shown = client.get(screen).content.decode()
+    assert (first.id in shown, second.id in shown) == (False, True)
+
+
 def test_the_dashboard_knows_no_other_database(jobs2: str) -> None:
     # Given
     client = Client()

@@ -6,7 +6,7 @@ header ``X-Kjo-Fragment`` gets it alone: a refresh costs one small response, or 
 nothing changed (ETag).
 
 Where queues have databases of their own, a page shows one database. ``?database=alias`` chooses it,
-and a cookie keeps the choice.
+and a cookie keeps the choice. The forms and refreshes of a page name the database that it shows.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
             response = show(request, **arguments)
             if isinstance(response, TemplateResponse):
                 response.render()  # what it shows is read meanwhile
-        if wanted:
+        if wanted and "X-Kjo-Fragment" not in request.headers:
             secure = request.is_secure()
             response.set_cookie(COOKIE, chosen, secure=secure, httponly=True, samesite="Lax")
         return response

@@ -23,7 +23,7 @@ from kjo_django.management.commands._shared import (
     seconds,
 )
 from kjo_django.operations.monitoring.health import missing_tables
-from kjo_django.runtime import database_of, jobs_database, use_database
+from kjo_django.runtime import database_of, jobs_database, refuse_elsewhere, use_database
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
 
@@ -175,10 +175,8 @@ def _by_database(options: dict[str, Any]) -> dict[str, list[str]]:
     served: dict[str, list[str]] = {}
     for name in options["queues"]:
         served.setdefault(database_of(name), []).append(name)
-    wanted = options.get("database")
-    for alias, names in served.items():
-        if wanted not in (None, alias):
-            raise ValueError(f"The jobs of {names[0]!r} are in {alias!r}, not in {wanted!r}.")
+        if options.get("database"):  # which this thread works with
+            refuse_elsewhere(name)
     return served
 
 
