@@ -19,6 +19,7 @@ KjoError
 ├── CoordinationError             the coordination backend cannot be reached
 │   └── CoordinationForgotError   it answers, and has lost its data
 ├── PermanentError                raised by a handler: no retry, dead letter at once
+│   ├── TransactionEndedError     the handler has committed the transaction of its group
 │   └── MustBeKilled              of KDLQ: to the dead letters
 ├── Retry                         raised by a handler: try again, optionally after ``delay``
 │   └── MustBeRedelivered         of KDLQ: redeliver
@@ -208,6 +209,11 @@ class CoordinationForgotError(CoordinationError):
 
 class PermanentError(KjoError):
     """Raise it in a handler when trying again cannot help: dead letter at once."""
+
+
+class TransactionEndedError(PermanentError):
+    """An atomic handler has ended the transaction in which its job is recorded, and with that has
+    committed what it had written. Another attempt would commit it once more."""
 
 
 Delay = timedelta | float

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
 from django.utils import timezone
@@ -18,7 +19,20 @@ from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
 from kjo_django.workflows.step_context import contexts
 
+logger = logging.getLogger("kjo_django")
 _OPEN = frozenset(state.value for state in states.OPEN)
+
+
+class MarkedAheadError(KjoError):
+    """Jobs that have not ended have a marker: a handler has committed the transaction of their
+    group, and its worker died before it had deleted the markers of the others.
+
+    :param deliveries: theirs.
+    """
+
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        super().__init__(f"{len(deliveries)} jobs that have not ended have a marker")
+        self.deliveries = deliveries
 
 
 class ExpiredError(KjoError):
@@ -31,10 +45,13 @@ def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: boo
     :param leases: this worker's.
     :param marks: insert the markers and lock the rows, in the transaction of the caller; False:
         only read them.
+    :raises MarkedAheadError: a marker is there that must not be.
     """
     runtime, now = leases.runtime, timezone.now()
     keys = [delivery.key for delivery in deliveries]
     fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
+    if marks and len(fresh) < len(keys):
+        _refuse_marked_ahead(fresh, rows)
     if not marks:
         asked = [d.key for d in deliveries if d not in rows or not is_next_attempt(d, rows[d])]
         fresh = set(keys) - runtime.store.known_markers(asked)
@@ -51,6 +68,38 @@ def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: boo
         for attempt, id, _ in steps:
             attempt.step = found.get(id)
     return attempts
+
+
+def _refuse_marked_ahead(fresh: Collection[EventKey], rows: Mapping[Delivery, JobRow]) -> None:
+    ahead = [
+        delivery
+        for delivery, row in rows.items()
+        if delivery.key not in fresh
+        and is_next_attempt(delivery, row)
+        and not (delivery.handler is not None and delivery.handler.judges_itself)
+    ]
+    if ahead:
+        raise MarkedAheadError(ahead)
+
+
+def delete_markers_ahead(runtime: Runtime, deliveries: Sequence[Delivery]) -> None:
+    """Delete the markers of deliveries that have not taken effect, but of those whose rows say that
+    another worker has run them since.
+
+    In a transaction of its own: in that of their group they would come back with a roll-back, and
+    say that it was committed.
+    """
+    with runtime.store.writing():
+        read = load_rows(runtime, deliveries)[1]
+        rows = runtime.store.job_rows([row.id_text for row in read.values()], lock=True)
+        runtime.store.delete_markers(
+            {
+                delivery.key
+                for delivery in deliveries
+                if delivery not in read
+                or ((row := rows.get(read[delivery].id_text)) and not why_skip(delivery, row))
+            }
+        )
 
 
 def admit(
@@ -198,6 +247,12 @@ def is_next_attempt(delivery: Delivery, row: JobRow) -> bool:
     message = delivery.message
     assert message is not None
     return _is_born_here(message, row) and why_skip(delivery, row) is None
+
+
+def is_awaited(attempt: Attempt) -> bool:
+    """Return whether an attempt is the one that the row of a job of ours waited for when it
+    began."""
+    return attempt.row is not None and is_next_attempt(attempt.delivery, attempt.row)
 
 
 def _is_born_here(message: Message, row: JobRow) -> bool:

@@ -249,6 +249,9 @@ class Attempt:
 
     is_published: bool = False
     """Whether its dead letter is on the topic, or need not be."""
+    is_committed: bool = False
+    """Whether it is a completion whose effects and marker another handler of its group has
+    committed, while its row is still open."""
     is_in_doubt: bool = False
     """Whether a transaction that recorded it failed. Its COMMIT may have taken effect."""
     is_confirmed: bool = False
@@ -263,4 +266,4 @@ class Attempt:
     def must_not_run(self) -> bool:
         """Whether all that is left to do, should its delivery come up again, is to settle it. Of a
         completion whose COMMIT was not answered, the database has to be asked first."""
-        return self.ending is not Ending.COMPLETED or self.is_announced
+        return self.ending is not Ending.COMPLETED or self.is_announced or self.is_committed

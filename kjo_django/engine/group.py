@@ -28,11 +28,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import takewhile
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
@@ -42,12 +43,14 @@ from django.utils import timezone
 from kjo_django import registry, signals, tracing
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
-from kjo_django.engine.admission import HeldBack
+from kjo_django.engine.admission import HeldBack, MarkedAheadError
 from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
 from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.handler.call import call_isolated, recording
 from kjo_django.engine.handler.connections import (
+    TransactionGuard,
     answers,
+    begin_new_session,
     drop_broken_connections,
     freshen_connections,
 )
@@ -77,6 +80,7 @@ SETTLED_TOGETHER = 1000
 _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
 """Endings that the group's own transaction makes durable."""
 
+T = TypeVar("T")
 _step_of = attrgetter("step")
 
 Listener = Callable[[Sequence[Attempt]], None]
@@ -375,22 +379,36 @@ class Pipeline:
                 "A group of %d failed and runs again one by one: %s",
                 len(deliveries),
                 error,
-                exc_info=not isinstance(error, DatabaseError | RolledBack),
+                exc_info=not isinstance(error, DatabaseError | RolledBack | MarkedAheadError),
             )
             freshen_connections(is_own=self._is_workers)
+            kept = self._keep_committed(error) if isinstance(error, RolledBack) else []
         else:
             return self._settle(attempts)
-        deferred: list[Delivery] = []
+        return self._run_one_by_one(deliveries, kept)
+
+    def _run_one_by_one(
+        self, deliveries: Sequence[Delivery], ended: Sequence[Attempt]
+    ) -> list[Delivery]:
+        """Admit, run and settle each delivery of a group by itself; returns the deferred.
+
+        :param ended: attempts that have ended, and are only to be settled.
+        """
         held_back = HeldBack()
+        held_back.after(ended)
+        deferred = held_back.defer(self._settle(ended))
+        have_ended = {attempt.delivery for attempt in ended}
         refused: DatabaseError | None = None
         for delivery in deliveries:
+            if delivery in have_ended:
+                continue
             if held_back.covers(delivery):
                 deferred.append(delivery)
                 continue
             try:
-                ended = self._run_alone(delivery)
-                held_back.after(ended)
-                waiting = self._settle(ended)
+                alone = self._run_alone(delivery)
+                held_back.after(alone)
+                waiting = self._settle(alone)
             except DatabaseError as error:
                 if not answers(self._runtime.database):
                     raise
@@ -417,6 +435,8 @@ class Pipeline:
                 self._transact(deliveries, attempts)
                 return attempts
             except RolledBack as rolled_back:
+                if rolled_back.guard.ended_by:
+                    raise
                 ended = rolled_back.ended
                 attempts.clear()
         self._transact(deliveries, attempts, ended, savepoints=True)
@@ -432,6 +452,8 @@ class Pipeline:
         try:
             self._transact([delivery], attempts)
         except RolledBack as rolled_back:
+            if kept := self._keep_committed(rolled_back):
+                return kept
             # Was that the handler's doing, or the database's, which is away?
             if not answers(self._runtime.database):
                 raise OperationalError("The database went away") from rolled_back
@@ -446,6 +468,10 @@ class Pipeline:
             ):
                 raise
             self._judge_commit(attempts[0], error)
+        except MarkedAheadError as error:
+            logger.warning("%s: they are deleted, a handler has committed them", error)
+            admission.delete_markers_ahead(self._runtime, error.deliveries)
+            return self._run_alone(delivery)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
             row = admission.load_rows(self._runtime, [delivery])[1].get(delivery)
@@ -453,6 +479,51 @@ class Pipeline:
             attempt.started_at = timezone.now()
             return [failures.judge_error(self._runtime, attempt, error)]
         return attempts
+
+    def _keep_committed(self, rolled_back: RolledBack) -> list[Attempt]:
+        """Return the attempts that have ended with a transaction that one of their handlers has
+        committed: those that had run before, and the one that did it, which has failed. The others
+        are to run again, as all are where nothing was committed.
+
+        The markers tell: they were in that transaction. Those of what has not completed are
+        deleted.
+        """
+        guard = rolled_back.guard
+        if not guard.ended_by:
+            return []
+        begin_new_session(self._runtime.database)
+        for attempt in guard.attempts:
+            attempt.is_in_doubt = attempt.is_acknowledged = False
+            if attempt.delivery.attempt is attempt:
+                attempt.delivery.attempt = None
+        marked = {a.key: a.delivery for a in guard.attempts if a.is_marked}
+        known = self._until_answered(partial(self._runtime.store.known_markers, marked.keys()))
+        if not marked or known != marked.keys():
+            return []
+        ran = list(takewhile(lambda attempt: attempt not in guard.ended_by, rolled_back.ran))
+        completed = [attempt for attempt in ran if attempt.ending is Ending.COMPLETED]
+        left = marked.keys() - {attempt.key for attempt in completed}
+        deliveries = [marked[key] for key in left]
+        self._until_answered(partial(admission.delete_markers_ahead, self._runtime, deliveries))
+        for attempt in completed:
+            attempt.is_committed = True
+            attempt.delivery.attempt = attempt
+        for attempt in guard.ended_by:
+            error = guard.error()
+            error.__cause__ = attempt.error
+            failures.judge_error(self._runtime, attempt, error)
+        return [*ran, *guard.ended_by]
+
+    def _until_answered(self, ask: Callable[[], T]) -> T:
+        """Return what the database answers, waiting for it where it is away."""
+        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
+        while True:
+            try:
+                return ask()
+            except Exception as error:
+                using, what = self._runtime.database, "What a handler has committed is not known"
+                if retry.after(error, using, what, 1) is not Next.AGAIN:
+                    raise
 
     def _judge_commit(self, attempt: Attempt, error: DatabaseError) -> None:
         """Find out whether the COMMIT of a completion that was not answered has taken effect; if
@@ -484,13 +555,16 @@ class Pipeline:
         :param attempts: one of each delivery is added to it, and of each step that joins.
         :param ended: those that ended in an earlier transaction, and are not to run again.
         :param savepoints: whether each handler runs behind one.
-        :raises RolledBack: a handler has failed that has no savepoint.
+        :raises RolledBack: a handler has failed that has no savepoint, or has ended the
+            transaction.
+        :raises MarkedAheadError: nothing has run; markers are there that must not be.
         :raises InterfaceError: steps had joined it, and it failed as a whole or its COMMIT was not
             answered. The group runs again without them.
         """
         self._watch.check()
         store, connection = self._runtime.store, connections[self._runtime.database]
-        savepoint = LazySavepoint(connection, store) if savepoints else None
+        guard = TransactionGuard(connection, store)
+        savepoint = LazySavepoint(connection, store, guard) if savepoints else None
         part, joined = deliveries, None
         released: list[Attempt] = []
         earlier = {attempt.delivery: attempt for attempt in ended}
@@ -499,13 +573,13 @@ class Pipeline:
                 recording(store, calls_handlers=True) as recorded,
                 ExitStack() as around,
             ):
-                if savepoint is not None:
-                    around.enter_context(savepoint.group())
+                around.enter_context(savepoint.group() if savepoint else nullcontext())
                 while part:
                     admitted = admission.admit_group(self._leases, part, marks=True)
                     admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
                     attempts += admitted
-                    self._lane.run_in_transaction(admitted, savepoint)
+                    guard.attempts, ran = admitted, []
+                    ran = self._lane.run_in_transaction(admitted, guard, savepoint)
                     self._watch.check()
                     completed = [a for a in admitted if a.ending is Ending.COMPLETED]
                     if len(completed) < len(admitted):
@@ -531,12 +605,14 @@ class Pipeline:
                     recorder.complete(self._runtime, completed, receiver=receiver, is_last=True)
                     part = joined.take() if joined is not None else []
                     if part and savepoint is None:
-                        savepoint = LazySavepoint(connection, store)
+                        savepoint = LazySavepoint(connection, store, guard)
                         around.enter_context(savepoint.group())
         except Exception as error:
             if joined is not None and joined.has_run:
                 # If it was committed, each that was in it is found to be a duplicate.
                 raise InterfaceError(f"A transaction with steps failed: {error}") from error
+            if guard.ended_by and not isinstance(error, RolledBack):
+                raise RolledBack("It was ended by a handler", guard, ran) from error
             raise
         if released:
             self._leases.forget([attempt.delivery.lease for attempt in released])

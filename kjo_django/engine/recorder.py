@@ -18,7 +18,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine.admission import HeldBack
+from kjo_django.engine.admission import HeldBack, is_awaited, why_skip
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import recording
 from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
@@ -52,11 +52,15 @@ def record_completions(
     runtime: Runtime, completed: Sequence[Attempt], token: str, receiver: Receiver | None = None
 ) -> None:
     """Commit completions outside a transaction with their markers; those that have lost their row's
-    lease are none any more.
+    lease are none any more. Of completions that a handler of their group has committed, only the
+    rows are missing.
 
     :param token: of the row leases.
     :param receiver: as ``count_ended`` takes it.
     """
+    if completed[0].is_committed:
+        _record_committed(runtime, completed, receiver)
+        return
     store = runtime.store
     for attempt in completed:  # as before an earlier try, which was undone
         attempt.ending, attempt.reason = Ending.COMPLETED, ""
@@ -64,12 +68,11 @@ def record_completions(
         fresh = store.insert_markers([attempt.key for attempt in completed])
         winners = []
         for attempt in completed:
-            handler = attempt.delivery.handler
             if attempt.key in fresh:
                 winners.append(attempt)
             elif attempt.is_in_doubt and attempt.is_marked:
                 attempt.is_confirmed = True
-            elif handler is not None and handler.judges_itself:
+            elif _is_judged_by_row(attempt):
                 winners.append(attempt)
             else:
                 attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
@@ -78,10 +81,38 @@ def record_completions(
         written = complete(runtime, winners, token, receiver=receiver)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
         for attempt in lost:
-            attempt.ending, attempt.reason = Ending.SKIPPED, Reason.LEASE_LOST
+            has_ended = attempt.key not in fresh and is_awaited(attempt)
+            attempt.ending = Ending.DUPLICATE if has_ended else Ending.SKIPPED
+            attempt.reason = Reason.LEASE_LOST
         store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
         acknowledge_within(completed)
         recorded += [a for a in completed if a.ending is Ending.COMPLETED]
+
+
+def _is_judged_by_row(attempt: Attempt) -> bool:
+    """Return whether the row tells whether an attempt outside a transaction has been overtaken,
+    though its marker is there already."""
+    handler = attempt.delivery.handler
+    return (handler is not None and handler.judges_itself) or is_awaited(attempt)
+
+
+def _record_committed(
+    runtime: Runtime, completed: Sequence[Attempt], receiver: Receiver | None
+) -> None:
+    """Commit the rows of completions; one that was cancelled meanwhile stays so."""
+    store = runtime.store
+    with recording(store) as recorded:
+        store.take_write_lock()
+        rows = store.job_rows([a.row.id_text for a in completed if a.row is not None], lock=True)
+        still_open = [
+            attempt
+            for attempt in completed
+            if attempt.row is None
+            or ((row := rows.get(attempt.row.id_text)) and not why_skip(attempt.delivery, row))
+        ]
+        acknowledge_within(completed)
+        complete(runtime, still_open, receiver=receiver)
+        recorded += completed
 
 
 def complete(

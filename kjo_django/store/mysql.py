@@ -53,6 +53,12 @@ class MySqlStore(Store):
         else:
             line.shutdown(socket.SHUT_RDWR)
 
+    committing = (
+        *("alter", "analyze", "create", "drop", "grant", "lock", "optimize", "rename", "repair"),
+        *("revoke", "truncate"),
+    )
+    """It commits for them even if it refuses them then, which the driver does not note."""
+
     # --- Rows that may be there already -----------------------------------------------------------
 
     def insert_missing(self, rows: Sequence[Model]) -> None:

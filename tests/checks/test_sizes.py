@@ -16,8 +16,8 @@ import kjo_django
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 254
-MOST_CLASSES = 491
-MOST_CORE_LINES = 24_250
+MOST_CLASSES = 494
+MOST_CORE_LINES = 24_600
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

@@ -19,7 +19,7 @@ from kjo_django.transports.database.subscription import DatabaseSubscription
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.transports.memory.transport import MemorySubscription
 from tests.declarations import forgetting
-from tests.faults import boundary, limited  # noqa: F401 - its scenarios
+from tests.faults import adversaries, boundary, limited  # noqa: F401 - their scenarios
 from tests.faults import schedules as schedules  # its scenarios
 from tests.faults.clock import Clock
 from tests.faults.patterns import Patterns

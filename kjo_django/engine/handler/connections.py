@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from django.db import DatabaseError, Error, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
-from kjo_django.store import store_for
+from kjo_django.engine.attempt import Attempt
+from kjo_django.exceptions import TransactionEndedError
+from kjo_django.store import Store, store_for
 from kjo_django.store.servers import drop, is_usable
 
 logger = logging.getLogger("kjo_django")
@@ -107,34 +112,19 @@ def open_blocks() -> dict[str, int]:
     }
 
 
-@contextmanager
-def pristine(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Check after a call of a handler that it left its transaction as it found it.
-
-    :raises TransactionManagementError: it did not.
-    """
-    blocks = len(connection.atomic_blocks)
-    try:
-        yield
-    except Error as error:
-        if not connection.closed_in_transaction:
-            raise
-        # That the handler has closed the connection explains more.
-        raise not_pristine(connection) from error
-    if not is_pristine(connection, blocks):
-        raise not_pristine(connection)
-
-
-def is_pristine(connection: BaseDatabaseWrapper, blocks: int | None = None) -> bool:
+def is_pristine(
+    connection: BaseDatabaseWrapper, blocks: int | None = None, *, has_begun: bool = False
+) -> bool:
     """Return whether a transaction can go on. It cannot when its connection was closed, when an
     error was caught that made it unusable, or when the database has undone it by itself, as SQLite
     does when its disk is full: what is written then would be committed at once.
 
     :param blocks: how many blocks of ``atomic()`` it began with; None: that is not checked.
+    :param has_begun: whether a query has been executed in it, so that the server knows of it.
     """
     if connection.needs_rollback or connection.closed_in_transaction:
         return False
-    if _transaction_state(connection) in (_UNUSABLE, _NONE):
+    if _transaction_state(connection, has_begun=has_begun) in (_UNUSABLE, _NONE):
         return False
     return blocks is None or len(connection.atomic_blocks) == blocks
 
@@ -177,6 +167,14 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
     connection.closed_in_transaction = False
 
 
+def begin_new_session(using: str) -> None:
+    """Close this thread's connection to a database, unless somebody is in a transaction on it: the
+    session may be in any state, with tables locked or without autocommit."""
+    connection = connections[using]
+    if connection.connection is not None and not connection.in_atomic_block:
+        drop(connection)
+
+
 def drop_broken_connections() -> None:
     """Close what no longer answers, or takes no writes; the next query connects anew."""
     for connection in connections.all(initialized_only=True):
@@ -193,22 +191,26 @@ _MYSQL_IN_TRANSACTION, _MYSQL_AUTOCOMMIT = 1, 2
 """Of the flags with which a MariaDB or MySQL server ends each answer; PyMySQL keeps the last."""
 
 
-def _transaction_state(connection: BaseDatabaseWrapper) -> str | None:
+def _transaction_state(connection: BaseDatabaseWrapper, *, has_begun: bool = False) -> str | None:
     """Return what the driver knows of the connection's transaction without asking the database:
-    whether there is one, or the next query begins it, and whether an error has made it unusable, as
-    on PostgreSQL. None: the driver does not know, or is none of psycopg 3, sqlite3 and PyMySQL."""
+    whether there is one, and whether an error has made it unusable, as on PostgreSQL. None: the
+    driver does not know, or is none of psycopg 3, sqlite3 and PyMySQL.
+
+    :param has_begun: False: it counts as open where the next query begins it, too.
+    """
     raw: Any = connection.connection
     if (flags := getattr(raw, "server_status", None)) is not None:
-        return _OPEN if flags & _MYSQL_IN_TRANSACTION or not flags & _MYSQL_AUTOCOMMIT else _NONE
+        begins = not has_begun and not flags & _MYSQL_AUTOCOMMIT
+        return _OPEN if flags & _MYSQL_IN_TRANSACTION or begins else _NONE
     if (server := getattr(raw, "pgconn", None)) is None:
         is_open = getattr(raw, "in_transaction", None)
         return None if is_open is None else _OPEN if is_open else _NONE
     if server.transaction_status == _PQ_IN_ERROR:
         return _UNUSABLE
-    is_idle = server.transaction_status == _PQ_IDLE
     if server.transaction_status in (_PQ_ACTIVE, _PQ_IN_TRANSACTION):
         return _OPEN
-    return _OPEN if is_idle and not raw.autocommit else _NONE
+    begins = not has_begun and server.transaction_status == _PQ_IDLE and not raw.autocommit
+    return _OPEN if begins else _NONE
 
 
 def answers(using: str) -> bool:
@@ -237,3 +239,147 @@ _BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
 """Serialization failure, deadlock, lock not available, statement ended by its time limit."""
 _BUSY_NUMBERS = frozenset({1205, 1213})
 """Of MariaDB and MySQL: lock not available, deadlock."""
+
+
+# --- Handlers that end the transaction of their group ---------------------------------------------
+
+_GUARD = "kjo_guard"
+_CONTROL = r"\s*(?:commit|end|abort|begin|start|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b)"
+"""Statements after which the session may be in a transaction again, though not in the same one:
+COMMIT AND CHAIN, BEGIN on MariaDB, a COMMIT amid others."""
+_FIRST_WORDS = re.compile(r"\W*(\w+(?:\s+\w+)?)")
+
+
+@cache
+def _may_begin_another(committing: Sequence[str]) -> Callable[[str], object]:
+    """Return what tells whether a query has such a statement."""
+    words = "|".join([_CONTROL, *committing])
+    first = re.compile(rf"{words})\b", re.IGNORECASE).match
+    later = re.compile(rf";{words})\b", re.IGNORECASE).search
+    return lambda sql: first(sql) or (";" in sql and later(sql))
+
+
+@dataclass(eq=False)
+class TransactionGuard:
+    """Notices that a handler has ended the transaction in which its group is recorded.
+
+    A COMMIT of a handler makes the markers of its whole group durable, also those of jobs that have
+    not run. So it has to be known, and by whom it was.
+
+    The driver knows after each query whether the session is in a transaction; it is not asked of
+    the server. Around a query that may end one transaction and begin another, a savepoint tells:
+    it is gone with its transaction. What is executed past Django's cursors is noticed at the end of
+    the handler, or by the next release of a handler's savepoint. Once it has noticed, the handler's
+    further queries are refused.
+    """
+
+    connection: BaseDatabaseWrapper
+    """The connection whose outermost transaction is guarded. It has begun when the first handler is
+    called."""
+    store: Store
+    """The store of its database."""
+    attempts: Sequence[Attempt] = ()
+    """The attempts that were admitted in the transaction."""
+    calls: Sequence[Attempt] = ()
+    """The attempts of the call that is being made, or was made last."""
+    ended_by: Sequence[Attempt] = ()
+    """The attempts of the call that has ended the transaction; empty as long as it is open."""
+    query: str = ""
+    """The first words of the query that has ended it, where they are known."""
+    _is_asking: bool = False
+
+    @contextmanager
+    def pristine(self) -> Iterator[None]:
+        """Look at every query of a call of a handler, and check after it that it left its
+        transaction as it found it.
+
+        :raises TransactionManagementError: it did not.
+        """
+        connection = self.connection
+        blocks = len(connection.atomic_blocks)
+        connection.execute_wrappers.insert(0, self.execute)
+        try:
+            yield
+        except BaseException as error:
+            self.look()
+            if isinstance(error, Error) and connection.closed_in_transaction:
+                # That the handler has closed the connection explains more.
+                raise not_pristine(connection) from error
+            raise
+        finally:
+            connection.execute_wrappers.remove(self.execute)
+        if not is_pristine(connection, blocks, has_begun=True):
+            self.look()
+            raise not_pristine(connection)
+
+    def note(self, calls: Sequence[Attempt], sql: object = "") -> None:
+        """Note that a call has ended the transaction; the first one counts.
+
+        :param sql: the query that did, where it is known.
+        """
+        if self.ended_by or not calls:
+            return
+        found = _FIRST_WORDS.match(sql) if isinstance(sql, str) else None
+        self.ended_by, self.query = calls, found[1] if found else ""
+        self.connection.needs_rollback = True
+
+    def look(self, sql: object = "") -> None:
+        """Look whether the call that is being made has ended the transaction.
+
+        :param sql: the query that was executed last.
+        """
+        connection = self.connection
+        # A broken connection, and a transaction that the database has undone by itself, as MariaDB
+        # does to end a deadlock, are no doing of the handler's.
+        if connection.needs_rollback or getattr(connection.connection, "closed", False):
+            return
+        if _transaction_state(connection, has_begun=True) == _NONE:
+            self.note(self.calls, sql)
+
+    def error(self) -> TransactionEndedError:
+        """Return the error of the attempts that have ended the transaction by a COMMIT."""
+        how = f" by a query that begins with {self.query!r}" if self.query else ""
+        return TransactionEndedError(
+            f"The handler has ended the transaction that its job is recorded in (database "
+            f"{self.connection.alias!r}){how}. What it wrote before is committed, what it wrote "
+            "afterwards is undone, and it is not tried again. Let the handler run outside a "
+            "transaction (atomic=False), or leave out what commits: COMMIT, ROLLBACK and BEGIN, "
+            "DDL on MariaDB and MySQL, executescript() on SQLite."
+        )
+
+    def execute(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        """Execute a query of a handler, as a wrapper that stands in front of all others.
+
+        :raises TransactionManagementError: an earlier query has ended the transaction.
+        """
+        if self._is_asking:
+            return execute(sql, params, many, context)
+        self.look()
+        if self.ended_by:
+            raise not_pristine(self.connection)
+        is_asked = isinstance(sql, str) and _may_begin_another(self.store.committing)(sql)
+        if is_asked:
+            self._ask(f"SAVEPOINT {_GUARD}")
+        try:
+            return execute(sql, params, many, context)
+        finally:
+            self.look(sql)
+            if is_asked and not self.ended_by and not self.connection.needs_rollback:
+                self._ask(f"RELEASE SAVEPOINT {_GUARD}", sql)
+
+    def _ask(self, question: str, sql: str = "") -> None:
+        self._is_asking = True
+        try:
+            with self.connection.cursor() as cursor:
+                cursor.execute(question)
+        except Error as error:
+            # Refused for another reason, as after a query that has failed on PostgreSQL, the
+            # savepoint is still there, and goes with what goes back to the one around it.
+            if not sql:
+                raise
+            if _GUARD in str(error):
+                self.note(self.calls, sql)
+        finally:
+            self._is_asking = False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from kjo_django.engine.handler.connections import is_pristine, not_pristine
+from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.handler.connections import TransactionGuard, is_pristine, not_pristine
 from kjo_django.exceptions import JobTimeoutError
 from kjo_django.store import Store
 from kjo_django.store.postgres import pass_over, takes_several
@@ -38,14 +39,20 @@ class LazySavepoint:
     next query closes the last. (A query with a syntax error is refused before any of that is done.
     So it costs the group its transaction, and the handler fails when it runs alone.)
 
+    :param guard: is told when the savepoint of a handler is gone at its release: the handler has
+        ended the transaction.
     :raises TransactionManagementError: on leaving, when the handler did not leave the transaction
         as it found it; its writes are undone.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper, store: Store) -> None:
+    def __init__(
+        self, connection: BaseDatabaseWrapper, store: Store, guard: TransactionGuard | None = None
+    ) -> None:
         self._connection = connection
+        self._guard = guard or TransactionGuard(connection, store)
         self._sends_several = store.sends_several
         self._left_open = ""
+        self._left_open_by: Sequence[Attempt] = ()
         self._name = ""
         self._sid: str | None = None
         # Only between a handler's beginning and its first query is there something to open.
@@ -67,16 +74,29 @@ class LazySavepoint:
         self._depth = len(self._connection.savepoint_ids)
         self._blocks = len(self._connection.atomic_blocks)
         self._callbacks = len(self._connection.run_on_commit)
+        self._connection.execute_wrappers.insert(0, self._guard.execute)
         return self
 
     def _before_query(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
+        left_open = self._left_open
+        try:
+            return self._execute(execute, sql, params, many, context)
+        except Error as error:
+            if left_open and f'"{left_open}"' in str(error):
+                self._guard.note(self._left_open_by)
+            raise
+
+    def _execute(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
         query = execute, sql, params, many, context
         if not self._opens:
             if self._left_open and self._sid is None:
-                releasing, self._left_open = _releasing(self._left_open), ""
-                return (self._ahead if _goes_alone(*query) else _along)(releasing, *query)
+                left_open, self._left_open = self._left_open, ""
+                send = self._ahead if _goes_alone(*query) else _along
+                return send(_releasing(left_open), *query)
             return execute(sql, params, many, context)
         self._opens = False
         if self._sends_several:
@@ -122,21 +142,26 @@ class LazySavepoint:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         connection = self._connection
         self._opens = False
+        connection.execute_wrappers.remove(self._guard.execute)
         if error is not None:
+            self._guard.look()
             try:
                 self._undo()
             except Error:
                 pass  # the original error is the one to report
-        elif not is_pristine(connection, self._blocks):
+        elif not is_pristine(connection, self._blocks, has_begun=True):
+            self._guard.look()
             self._undo()
             raise not_pristine(connection)
         elif self._sid is not None:
             try:
                 if self._sends_several:
-                    self._left_open = self._name
+                    self._left_open, self._left_open_by = self._name, self._guard.calls
                 else:
                     connection.savepoint_commit(self._sid)
-            except Exception:
+            except Exception as error:
+                if isinstance(error, Error) and self._sid in str(error):
+                    self._guard.note(self._guard.calls)
                 self._undo()
                 raise
             self._sid = None

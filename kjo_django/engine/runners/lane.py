@@ -26,9 +26,9 @@ from kjo_django.engine import admission, failures
 from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
+    TransactionGuard,
     freshen_connections,
     open_blocks,
-    pristine,
 )
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -44,14 +44,22 @@ _RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 
 class RolledBack(Exception):
     """A handler has failed, and its transaction is to be rolled back as a whole: the handler has no
-    savepoint of its own, or going back to it did not help.
+    savepoint of its own, going back to it did not help, or the handler has ended the transaction.
 
     :param ended: attempts that were asked to end, and did: they are not to run again.
+    :param ran: attempts whose handlers had returned or failed before, in their order.
+    :param guard: knows whose call has ended the transaction, if one has.
     """
 
-    def __init__(self, why: str, ended: Sequence[Attempt]) -> None:
+    def __init__(
+        self,
+        why: str,
+        guard: TransactionGuard,
+        ran: Sequence[Attempt],
+        ended: Sequence[Attempt] = (),
+    ) -> None:
         super().__init__(why)
-        self.ended = ended
+        self.guard, self.ran, self.ended = guard, ran, ended
 
 
 class LaneRunner:
@@ -81,23 +89,27 @@ class LaneRunner:
         self._is_own = is_own
 
     def run_in_transaction(
-        self, attempts: Sequence[Attempt], savepoint: LazySavepoint | None = None
-    ) -> None:
+        self,
+        attempts: Sequence[Attempt],
+        guard: TransactionGuard,
+        savepoint: LazySavepoint | None = None,
+    ) -> list[Attempt]:
         """Call the handlers of the attempts that have no ending, in the transaction of the caller;
-        each has one then.
+        each has one then. Return those that were called, in their order.
 
+        :param guard: is told whose call begins and ends.
         :param savepoint: what stands behind each handler; None: a handler that fails undoes the
             whole transaction.
         :raises RolledBack: the transaction cannot go on.
         """
         using = self._runtime.database
-        connection = connections[using]
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         budget = self._runtime.settings.group_budget.total_seconds()
         until = time.monotonic() + OVERRUN * budget
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
+        ran: list[Attempt] = []
         steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
         for number, step in enumerate(steps):
             is_late = number > 0 and time.monotonic() >= until
@@ -126,11 +138,13 @@ class LaneRunner:
                         calls.append(attempt)
             parts = [calls] if calls else []
             for part in parts:
-                raised = self._call(part, savepoint or pristine(connection))
-                if raised is not None and not (savepoint and savepoint.is_transaction_pristine()):
+                guard.calls = part
+                raised = self._call(part, savepoint or guard.pristine())
+                if raised is not None and not _goes_on(guard, savepoint):
                     unwanted = [attempt for attempt in part if attempt.abort_reason in UNWANTED]
                     why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
-                    raise RolledBack(why, unwanted) from raised
+                    raise RolledBack(why, guard, ran, unwanted) from raised
+                ran += [attempt for attempt in part if attempt.ending is not None]
                 # Of a batch that has failed, those that are not known to be to blame.
                 parts += [[attempt] for attempt in part if attempt.ending is None]
             if len(steps) > 1:
@@ -138,6 +152,7 @@ class LaneRunner:
                 ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
         if outer is not None and (left := freshen_connections(outer=outer, but=using)):
             raise left
+        return ran
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
@@ -217,3 +232,8 @@ class LaneRunner:
             else:
                 failures.judge(self._runtime, attempt)
         return raised
+
+
+def _goes_on(guard: TransactionGuard, savepoint: LazySavepoint | None) -> bool:
+    """Return whether a transaction can go on with others after a handler has failed in it."""
+    return not guard.ended_by and savepoint is not None and savepoint.is_transaction_pristine()

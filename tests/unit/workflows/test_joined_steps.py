@@ -164,6 +164,33 @@ def test_a_step_that_spoils_the_transaction_costs_others_nothing_but_a_run(
     assert handle.status == "completed"
 
 
+def test_a_joined_step_that_commits_takes_nothing_from_those_before_it(
+    steps: Steps, quick: Any
+) -> None:
+    # Given a step that ends the transaction it is called in
+    def commit() -> None:
+        steps.calls.append("commit")
+        with connection.cursor() as cursor:
+            cursor.execute("COMMIT")
+
+    committing = job(name="flows.committing", queue="flows", database_only=True)(commit)
+    handle = chain(quick.step(name="s0"), committing.step(), quick.step(name="s2")).enqueue()
+    with stepped() as worker, commits() as seen:
+        worker.worker.scheduler.measure("flows.committing", 0.0)
+        # When it has joined the one before
+        worker.run()
+        assert is_idle(worker)
+    # Then that one has run once, and the step has failed in a transaction of its own
+    assert steps.calls == ["s0", "commit", "commit"]
+    assert entries() == ["s0"]
+    assert seen == [1]
+    assert "has ended the transaction" in DeadLetter.objects.get().error
+    assert states() == ["completed", "failed", "cancelled"]
+    # And its marker, which it had committed, is gone
+    assert ProcessedEvent.objects.count() == 1
+    assert handle.status == "failed"
+
+
 # --- Not joined -----------------------------------------------------------------------------------
 
 

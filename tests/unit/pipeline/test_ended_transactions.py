@@ -1,0 +1,332 @@
+"""Handlers that end the transaction in which their group is recorded.
+
+What ends a transaction differs from one database to the other: the tests on a database's server are
+medium ones for that.
+"""
+
+from __future__ import annotations
+
+import pytest
+from django.db import OperationalError, connection
+
+from kjo_django.engine import recorder
+from kjo_django.engine.attempt import Ending
+from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.store import store_for
+from tests.adversaries import COMMITS, UNDOES
+from tests.databases import MARIADB, MYSQL
+from tests.ledger import jobs as ledger
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job, entries, states
+from tests.unit.pipeline.bench import GOOD, settled
+
+SQLITE = pytest.param("sqlite_file", id="sqlite")
+POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
+DATABASES = {"sqlite": [SQLITE], "postgresql": [POSTGRES], "mysql": [MARIADB, MYSQL]}
+every_database = pytest.mark.parametrize(
+    "_database", [SQLITE, POSTGRES, MARIADB, MYSQL], indirect=True
+)
+
+
+@pytest.fixture
+def _database(request):
+    request.getfixturevalue(request.param)
+
+
+def every_way(table):
+    """Run a test for each way to end a transaction, on the databases that have it."""
+    return pytest.mark.parametrize(
+        ("_database", "end"),
+        [
+            pytest.param(*database.values, end, marks=database.marks, id=f"{database.id}-{way}")
+            for vendor, ways in table.items()
+            for database in DATABASES[vendor]
+            for way, end in ways.items()
+        ],
+        indirect=["_database"],
+    )
+
+
+def writing_and(end, *, after=None, raises=False):
+    """Return a handler that writes, ends its transaction, and goes on."""
+
+    def handler(job):
+        Entry.objects.create(job=job)
+        end()
+        if after is not None:
+            Entry.objects.create(job=after)
+        if raises:
+            raise ValueError("on its own account")
+
+    return handler
+
+
+def commit():
+    COMMITS[connection.vendor]["commit"]()
+
+
+def enqueue_beside(guilty, before=6, after=6, innocent=ledger.write):
+    """Enqueue a guilty job amid innocent ones; return what these are to write."""
+    names = [f"before {number}" for number in range(before)]
+    names += [f"after {number}" for number in range(after)]
+    for name in names[:before]:
+        innocent.enqueue(job=name)
+    guilty.enqueue(job="guilty")
+    for name in names[before:]:
+        innocent.enqueue(job=name)
+    return dict.fromkeys(names, 1)
+
+
+def assert_only_the_guilty_has_failed(bench, innocent, guilty="bench.guilty"):
+    """Each innocent job has run once, and its marker says so; the guilty one is a dead letter."""
+    assert not bench.stopping.waits
+    assert {name: count for name, count in entries().items() if name != "guilty"} == innocent
+    others = Job.objects.exclude(handler=guilty)
+    assert set(others.values_list("state", flat=True)) <= {"completed"}
+    assert ProcessedEvent.objects.count() == len(innocent)
+    letter = DeadLetter.objects.get()
+    assert (letter.handler, letter.reason, letter.attempts) == (guilty, "fatal", 1)
+    assert letter.error_type == "kjo_django.exceptions.TransactionEndedError"
+    assert "has ended the transaction that its job is recorded in" in letter.error
+    assert settled(bench)
+
+
+@every_way(COMMITS)
+@pytest.mark.parametrize("before", [0, 6], ids=["first", "amid"])
+def test_each_innocent_job_of_a_group_that_a_handler_commits_runs_once(bench, end, before):
+    """All thirteen stayed queued for ever: their markers, written first, said that they had run."""
+    # Given
+    guilty = as_job(writing_and(end), "bench.guilty", max_attempts=3)
+    innocent = enqueue_beside(guilty, before)
+    # When
+    bench.run()
+    # Then
+    assert_only_the_guilty_has_failed(bench, innocent)
+    assert entries()["guilty"] == 1, "what it wrote before is committed"
+    assert sorted(bench.results, key=str) == [*[Ending.COMPLETED] * len(innocent), Ending.DEAD]
+
+
+@every_way(COMMITS)
+def test_so_does_each_of_a_group_without_savepoints(bench, end):
+    # Given
+    guilty = as_job(writing_and(end), "bench.guilty", database_only=True)
+    write = as_job(lambda job: Entry.objects.create(job=job) and None, "w", database_only=True)
+    innocent = enqueue_beside(guilty, innocent=write)
+    # When
+    bench.run()
+    # Then
+    assert_only_the_guilty_has_failed(bench, innocent)
+
+
+@every_way(COMMITS)
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises):
+    # Given
+    guilty = as_job(writing_and(end, after="late", raises=raises), "bench.guilty")
+    innocent = enqueue_beside(guilty, 1, 1)
+    # When
+    bench.run()
+    # Then
+    assert_only_the_guilty_has_failed(bench, innocent)
+
+
+@every_way(COMMITS)
+def test_alone_it_fails_in_the_same_way(bench, end):
+    # Given
+    as_job(writing_and(end), "bench.guilty", max_attempts=3).enqueue(job="guilty")
+    # When
+    bench.run()
+    # Then
+    assert_only_the_guilty_has_failed(bench, {})
+    assert entries() == {"guilty": 1}
+
+
+@every_way(UNDOES)
+@pytest.mark.parametrize("is_database_only", [False, True], ids=["savepoints", "none"])
+def test_a_roll_back_by_a_handler_undoes_nobody_else(bench, end, is_database_only):
+    # Given
+    options = {"database_only": is_database_only}
+    guilty = as_job(writing_and(end), "bench.guilty", max_attempts=2, **options)
+    write = as_job(lambda job: Entry.objects.create(job=job) and None, "bench.write", **options)
+    innocent = enqueue_beside(guilty, innocent=write)
+    # When
+    bench.run()
+    # Then
+    assert entries() == innocent
+    assert set(Job.objects.filter(handler="bench.write").values_list("state", flat=True)) == {
+        "completed"
+    }
+    assert Job.objects.get(handler="bench.guilty").state == "failing"
+    assert "did not leave its transaction as it found it" in JobFailure.objects.get().error
+    # And it ends
+    bench.run_until_done()
+    assert DeadLetter.objects.get().attempts == 2
+    assert entries() == innocent
+    assert settled(bench)
+
+
+@every_database
+def test_the_error_names_the_query(bench):
+    as_job(writing_and(commit), "bench.guilty").enqueue(job="guilty")
+    bench.run()
+    assert "by a query that begins with 'COMMIT'" in DeadLetter.objects.get().error
+
+
+@every_database
+def test_the_transport_of_the_database_has_nothing_left_either(bench, transport):
+    guilty = as_job(writing_and(commit), "bench.guilty")
+    innocent = enqueue_beside(guilty)
+    bench.run()
+    assert_only_the_guilty_has_failed(bench, innocent)
+
+
+@every_database
+def test_a_job_that_had_failed_before_keeps_its_failure_and_is_not_called_again(bench):
+    # Given
+    calls = []
+
+    def fail(job):
+        calls.append(job)
+        Entry.objects.create(job=job)
+        raise ValueError("before")
+
+    as_job(fail, "bench.failing", max_attempts=2).enqueue(job="failed")
+    guilty = as_job(writing_and(commit), "bench.guilty")
+    innocent = enqueue_beside(guilty, 1, 1)
+    # When
+    bench.run()
+    # Then
+    assert calls == ["failed"]
+    assert entries() == {**innocent, "guilty": 1}
+    failing = Job.objects.get(handler="bench.failing")
+    assert (failing.state, failing.attempts) == ("failing", 1)
+    # And its next attempt is none of a duplicate
+    bench.run_until_done()
+    assert calls == ["failed"] * 2
+
+
+@every_database
+def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench):
+    """They have no row that could tell that they have not run."""
+    # Given
+    for number in range(2):
+        bench.publish(b'{"job":"b%d"}' % number, **GOOD | {"kjo_id": f"before-{number}"})
+    as_job(writing_and(commit), "bench.guilty")
+    bench.publish(b'{"job":"guilty"}', kjo_id="guilty", kjo_type="bench.guilty")
+    for number in range(2):
+        bench.publish(b'{"job":"a%d"}' % number, **GOOD | {"kjo_id": f"after-{number}"})
+    # When
+    bench.run()
+    # Then
+    innocent = {"b0": 1, "b1": 1, "a0": 1, "a1": 1}
+    assert_only_the_guilty_has_failed(bench, innocent)
+    # And
+    bench.publish(b'{"job":"a1"}', **GOOD | {"kjo_id": "after-1"})
+    bench.run()
+    assert bench.results[-1] is Ending.DUPLICATE
+    assert entries() == {**innocent, "guilty": 1}
+
+
+@every_database
+def test_all_items_of_a_batch_that_commits_have_failed(bench):
+    # Given
+    def several(items):
+        for item in items:
+            Entry.objects.create(job=item.payload["job"])
+        commit()
+
+    ledger.write.enqueue(job="before")
+    as_job(several, "bench.batch", batch=3).enqueue_many([{"job": job} for job in "abc"])
+    ledger.write.enqueue(job="after")
+    # When
+    bench.run()
+    # Then
+    assert entries() == dict.fromkeys(["before", "a", "b", "c", "after"], 1)
+    assert states() == ["completed", *["failed"] * 3, "completed"]
+    assert settled(bench)
+
+
+# --- What a worker that died has left -------------------------------------------------------------
+
+
+@pytest.fixture
+def _markers_ahead(bench):
+    """Let the database be as a worker leaves it that dies when a handler has committed."""
+    ledger.write.enqueue(job="a")
+    ledger.write.enqueue(job="b")
+    ledger.write.using(id="ours").enqueue(job="c")
+    deliveries = bench.poll()
+    store_for("default").insert_markers([delivery.key for delivery in deliveries])
+    return deliveries
+
+
+@every_database
+def test_a_marker_of_a_job_that_has_not_ended_does_not_keep_it_from_running(
+    bench, _markers_ahead, caplog
+):
+    """A group that an earlier release left so is completed by this one."""
+    # When
+    bench.run(_markers_ahead)
+    # Then
+    assert entries() == {"a": 1, "b": 1, "c": 1}
+    assert states() == ["completed"] * 3
+    assert ProcessedEvent.objects.count() == 3
+    assert "3 jobs that have not ended have a marker" in caplog.text
+    assert settled(bench)
+
+
+@every_database
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "in a group"])
+def test_a_roll_back_is_not_taken_for_a_commit_because_of_such_markers(bench, beside):
+    # Given
+    for number in range(beside):
+        ledger.write.enqueue(job=f"before {number}")
+    rollback = UNDOES[connection.vendor]["rollback"]
+    as_job(writing_and(rollback), "bench.guilty", max_attempts=2).enqueue(job="guilty")
+    deliveries = bench.poll()
+    store_for("default").insert_markers([delivery.key for delivery in deliveries])
+    # When
+    bench.run(deliveries)
+    # Then
+    assert entries() == {f"before {number}": 1 for number in range(beside)}
+    assert Job.objects.get(handler="bench.guilty").state == "failing"
+
+
+@every_database
+def test_nor_is_it_kept_from_running_outside_a_transaction(bench):
+    """Its handler has been declared otherwise since, as the error asks for."""
+    # Given
+    write = as_job(lambda job: Entry.objects.create(job=job) and None, "bench.out", atomic=False)
+    write.enqueue(job="a")
+    deliveries = bench.poll()
+    store_for("default").insert_markers([delivery.key for delivery in deliveries])
+    # When
+    bench.run(deliveries)
+    # Then
+    assert entries() == {"a": 1}
+    assert states() == ["completed"]
+    assert settled(bench)
+
+
+@every_database
+def test_what_a_handler_has_committed_is_recorded_when_the_database_answers_again(
+    bench, monkeypatch
+):
+    """The jobs before it must not run twice because an outage came in between."""
+    # Given
+    record, answers = recorder.complete, [OperationalError("away"), OperationalError("away")]
+
+    def failing(*arguments, **options):
+        if "is_last" not in options and answers:
+            raise answers.pop()
+        return record(*arguments, **options)
+
+    monkeypatch.setattr(recorder, "complete", failing)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    guilty = as_job(writing_and(commit), "bench.guilty")
+    innocent = enqueue_beside(guilty, 2, 2)
+    # When
+    bench.run()
+    # Then
+    assert not answers
+    assert_only_the_guilty_has_failed(bench, innocent)
