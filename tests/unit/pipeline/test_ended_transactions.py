@@ -6,14 +6,16 @@ medium ones for that.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
-from django.db import OperationalError, connection
+from django.db import OperationalError, connection, transaction
 
 from kjo_django.engine import recorder
 from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.store import store_for
-from tests.adversaries import COMMITS, UNDOES
+from tests.adversaries import COMMITS, NOTHING, UNDOES, UNSEEN, executing
 from tests.databases import MARIADB, MYSQL
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -163,6 +165,48 @@ def test_a_roll_back_by_a_handler_undoes_nobody_else(bench, end, is_database_onl
     assert DeadLetter.objects.get().attempts == 2
     assert entries() == innocent
     assert settled(bench)
+
+
+@every_database
+def test_what_is_sent_past_django_is_noticed_by_the_savepoint_of_the_handler(bench):
+    """By its release, which on PostgreSQL goes along with the next handler's first query: that one
+    is not to blame."""
+    guilty = as_job(writing_and(UNSEEN), "bench.guilty")
+    innocent = enqueue_beside(guilty)
+    bench.run()
+    assert_only_the_guilty_has_failed(bench, innocent)
+
+
+@every_database
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "in a group"])
+def test_a_handler_may_use_savepoints_and_undo_what_it_did_in_them(bench, beside):
+    """None of this ends the transaction."""
+
+    # Given
+    def write(job):
+        with transaction.atomic():
+            Entry.objects.create(job=job)
+        with suppress(ZeroDivisionError), transaction.atomic():
+            Entry.objects.create(job="undone")
+            raise ZeroDivisionError
+        sid = transaction.savepoint()
+        Entry.objects.create(job="undone")
+        transaction.savepoint_rollback(sid)
+        executing(
+            "SAVEPOINT mine", NOTHING, "ROLLBACK TO SAVEPOINT mine", "RELEASE SAVEPOINT mine"
+        )()
+        Entry.objects.bulk_create([Entry(job=f"{job} {number}") for number in range(2)])
+
+    names = ["a", *["b"] * beside]
+    for name in names:
+        as_job(write).enqueue(job=name)
+    # When
+    bench.run()
+    # Then
+    assert entries() == {f"{name}{end}": 1 for name in names for end in ("", " 0", " 1")}
+    assert set(states()) == {"completed"}
+    assert settled(bench)
+    assert not [each for each in connection.execute_wrappers if "Guard" in repr(each)]
 
 
 @every_database
