@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 
 NOTHING = "DELETE FROM ledger_entry WHERE job = ''"
 
@@ -24,6 +25,17 @@ def executing(*queries: str) -> Callable[[], None]:
 def committing_past_django() -> None:
     raw: Any = connection.connection
     raw.commit()
+
+
+def committing_and_closing() -> None:
+    """Django knows of the close, and nobody of the COMMIT."""
+    committing_past_django()
+    connection.close()
+
+
+def committing_behind_a_flag() -> None:
+    transaction.set_rollback(True)
+    committing_past_django()
 
 
 def undoing_past_django() -> None:
@@ -52,20 +64,36 @@ def executing_a_script_of_its_own_transaction() -> None:
         cursor.executescript("BEGIN; DELETE FROM ledger_entry WHERE job = ''; COMMIT;")
 
 
-def refused_ddl() -> None:
-    """It commits before it is refused."""
+def refused(query: str) -> Callable[[], None]:
+    """Return what executes a query that is refused, and goes on."""
+
+    def execute() -> None:
+        with suppress(DatabaseError):
+            executing(query)()
+
+    return execute
+
+
+def executing_bytes() -> None:
     with connection.cursor() as cursor:
-        try:
-            cursor.execute("CREATE TABLE ledger_entry (n integer)")
-        except DatabaseError:
-            pass
+        cursor.execute(b"COMMIT AND CHAIN")
+
+
+def executing_composed() -> None:
+    from psycopg.sql import SQL  # an extra, which may be missing
+
+    with connection.cursor() as cursor:
+        cursor.execute(SQL("COMMIT AND CHAIN"))
 
 
 _EVERYWHERE = {
     "commit": executing("COMMIT"),
     "commit in lower case": executing("  commit"),
     "commit and begin": executing("COMMIT", "BEGIN"),
+    "commit behind comments": executing("-- app\n/* view */ COMMIT"),
     "commit past Django": committing_past_django,
+    "commit past Django and close": committing_and_closing,
+    "commit behind a flag": committing_behind_a_flag,
 }
 COMMITS: dict[str, dict[str, Callable[[], None]]] = {
     "sqlite": _EVERYWHERE
@@ -76,7 +104,9 @@ COMMITS: dict[str, dict[str, Callable[[], None]]] = {
     "postgresql": _EVERYWHERE
     | {
         "end": executing("END"),
-        "commit and chain": executing("COMMIT AND CHAIN"),
+        "commit and chain": executing("/* app */ COMMIT AND CHAIN"),
+        "commit and chain as bytes": executing_bytes,
+        "commit and chain as psycopg composes it": executing_composed,
         "script with a transaction": executing(f"BEGIN; {NOTHING}; COMMIT"),
         "script that begins another": executing(f"COMMIT; BEGIN; {NOTHING}"),
         "commit, then a script": executing("COMMIT", f"{NOTHING}; {NOTHING}"),
@@ -84,12 +114,16 @@ COMMITS: dict[str, dict[str, Callable[[], None]]] = {
     "mysql": _EVERYWHERE
     | {
         "begin": executing("BEGIN"),
+        "begin behind a comment": executing("# app\nBEGIN"),
         "commit and chain": executing("COMMIT AND CHAIN"),
         "ddl": executing("CREATE TABLE IF NOT EXISTS adversary (n integer)"),
         "truncate": executing(
             "CREATE TABLE IF NOT EXISTS adversary (n integer)", "TRUNCATE TABLE adversary"
         ),
-        "refused ddl": refused_ddl,
+        "check": executing("CHECK TABLE ledger_entry"),
+        "refused ddl": refused("CREATE TABLE ledger_entry (n integer)"),
+        "refused password": refused("SET PASSWORD FOR 'nobody'@'nowhere' = ''"),
+        "refused plugin": refused("INSTALL SONAME 'none'"),
         "autocommit": executing("SET autocommit = 1"),
         "locked tables": executing("LOCK TABLES ledger_entry WRITE", "UNLOCK TABLES"),
     },

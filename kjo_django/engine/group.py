@@ -31,9 +31,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import takewhile
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
@@ -45,6 +44,7 @@ from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack, MarkedAheadError
 from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
+from kjo_django.engine.committed import keep_committed
 from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.handler.call import call_isolated, recording
 from kjo_django.engine.handler.connections import (
@@ -80,7 +80,6 @@ SETTLED_TOGETHER = 1000
 _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
 """Endings that the group's own transaction makes durable."""
 
-T = TypeVar("T")
 _step_of = attrgetter("step")
 
 Listener = Callable[[Sequence[Attempt]], None]
@@ -128,6 +127,8 @@ class Pipeline:
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self.limiter = Limiter(leases)
+        self._guards: set[TransactionGuard] = set()
+        """Of the transactions in which handlers are called."""
         self._recorder = Recorder(on_thread)
         self._lane = LaneRunner(
             runtime,
@@ -231,6 +232,14 @@ class Pipeline:
         """
         runtime = self._runtime
         left = _unsettled(deliveries, None)
+        guilty = {delivery for _, _, delivery in hung}
+        guard = next((g for g in self._guards if guilty & {a.delivery for a in g.calls}), None)
+        ran = None
+        if guard is not None:
+            self._guards.discard(guard)
+            ran = keep_committed(runtime, guard, guard.calls, self._until_answered)
+        for attempt in ran or ():
+            attempt.delivery.attempt = attempt
         _, rows = admission.load_rows(runtime, left)
         ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
         self._leases.let_rows_go(ids)
@@ -247,10 +256,12 @@ class Pipeline:
                 started_at=timezone.now() - timedelta(seconds=seconds),
                 seconds=seconds,
             )
-            error = HandlerTimeout(
+            error: Exception = HandlerTimeout(
                 "The handler exceeded its timeout and could not be interrupted; its thread was "
                 f"given up after {seconds:.0f} s"
             )
+            if guard is not None and ran is not None:
+                error = guard.error()
             delivery.attempt = failures.judge_error(runtime, attempt, error)
         return self._defer(left)
 
@@ -382,7 +393,7 @@ class Pipeline:
                 exc_info=not isinstance(error, DatabaseError | RolledBack | MarkedAheadError),
             )
             freshen_connections(is_own=self._is_workers)
-            kept = self._keep_committed(error) if isinstance(error, RolledBack) else []
+            kept = self._kept_after(error)
         else:
             return self._settle(attempts)
         return self._run_one_by_one(deliveries, kept)
@@ -394,10 +405,15 @@ class Pipeline:
 
         :param ended: attempts that have ended, and are only to be settled.
         """
+        have_ended = {attempt.delivery for attempt in ended}
+        have_failed = {attempt.key for attempt in ended if attempt.ending in FAILURES}
+        # Other records of these messages, as a crashed relay leaves them.
+        copies = [d for d in deliveries if d.key in have_failed and d not in have_ended]
+        have_ended.update(copies)
         held_back = HeldBack()
         held_back.after(ended)
-        deferred = held_back.defer(self._settle(ended))
-        have_ended = {attempt.delivery for attempt in ended}
+        skipped = [Attempt(copy, Ending.SKIPPED, Reason.ATTEMPT) for copy in copies]
+        deferred = held_back.defer(self._settle([*ended, *skipped]))
         refused: DatabaseError | None = None
         for delivery in deliveries:
             if delivery in have_ended:
@@ -452,10 +468,13 @@ class Pipeline:
         try:
             self._transact([delivery], attempts)
         except RolledBack as rolled_back:
-            if kept := self._keep_committed(rolled_back):
-                return kept
+            guard = rolled_back.guard
+            guard.refuse_in_test()
             # Was that the handler's doing, or the database's, which is away?
-            if not answers(self._runtime.database):
+            is_away = not answers(self._runtime.database)
+            if kept := self._keep_committed(guard):
+                return kept
+            if is_away:
                 raise OperationalError("The database went away") from rolled_back
         except OUTAGES as error:
             # A database that answers again at once was not down: the job broke its commit, and
@@ -480,41 +499,32 @@ class Pipeline:
             return [failures.judge_error(self._runtime, attempt, error)]
         return attempts
 
-    def _keep_committed(self, rolled_back: RolledBack) -> list[Attempt]:
-        """Return the attempts that have ended with a transaction that one of their handlers has
-        committed: those that had run before, and the one that did it, which has failed. The others
-        are to run again, as all are where nothing was committed.
+    def _kept_after(self, error: Exception) -> list[Attempt]:
+        """Return the attempts of a group that have ended although its transaction has failed."""
+        if isinstance(error, MarkedAheadError):
+            admission.delete_markers_ahead(self._runtime, error.deliveries)
+        return self._keep_committed(error.guard) if isinstance(error, RolledBack) else []
 
-        The markers tell: they were in that transaction. Those of what has not completed are
-        deleted.
+    def _keep_committed(self, guard: TransactionGuard) -> list[Attempt]:
+        """Return the attempts that have ended with a transaction that one of their handlers has
+        committed: those that had run before, and the one that did it, which has failed.
+
+        :raises TransactionEndedError: it was that of a test, which is over.
         """
-        guard = rolled_back.guard
-        if not guard.ended_by:
+        guard.refuse_in_test()
+        if not (guilty := guard.ended_by):
             return []
         begin_new_session(self._runtime.database)
-        for attempt in guard.attempts:
-            attempt.is_in_doubt = attempt.is_acknowledged = False
-            if attempt.delivery.attempt is attempt:
-                attempt.delivery.attempt = None
-        marked = {a.key: a.delivery for a in guard.attempts if a.is_marked}
-        known = self._until_answered(partial(self._runtime.store.known_markers, marked.keys()))
-        if not marked or known != marked.keys():
+        ran = keep_committed(self._runtime, guard, guilty, self._until_answered)
+        if ran is None:
             return []
-        ran = list(takewhile(lambda attempt: attempt not in guard.ended_by, rolled_back.ran))
-        completed = [attempt for attempt in ran if attempt.ending is Ending.COMPLETED]
-        left = marked.keys() - {attempt.key for attempt in completed}
-        deliveries = [marked[key] for key in left]
-        self._until_answered(partial(admission.delete_markers_ahead, self._runtime, deliveries))
-        for attempt in completed:
-            attempt.is_committed = True
-            attempt.delivery.attempt = attempt
-        for attempt in guard.ended_by:
+        for attempt in guilty:
             error = guard.error()
             error.__cause__ = attempt.error
             failures.judge_error(self._runtime, attempt, error)
-        return [*ran, *guard.ended_by]
+        return [*ran, *guilty]
 
-    def _until_answered(self, ask: Callable[[], T]) -> T:
+    def _until_answered(self, ask: Callable[[], Any]) -> Any:
         """Return what the database answers, waiting for it where it is away."""
         retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         while True:
@@ -564,6 +574,7 @@ class Pipeline:
         self._watch.check()
         store, connection = self._runtime.store, connections[self._runtime.database]
         guard = TransactionGuard(connection, store)
+        self._guards.add(guard)
         savepoint = LazySavepoint(connection, store, guard) if savepoints else None
         part, joined = deliveries, None
         released: list[Attempt] = []
@@ -578,8 +589,8 @@ class Pipeline:
                     admitted = admission.admit_group(self._leases, part, marks=True)
                     admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
                     attempts += admitted
-                    guard.attempts, ran = admitted, []
-                    ran = self._lane.run_in_transaction(admitted, guard, savepoint)
+                    guard.attempts, guard.ran = admitted, []
+                    self._lane.run_in_transaction(admitted, guard, savepoint)
                     self._watch.check()
                     completed = [a for a in admitted if a.ending is Ending.COMPLETED]
                     if len(completed) < len(admitted):
@@ -608,12 +619,15 @@ class Pipeline:
                         savepoint = LazySavepoint(connection, store, guard)
                         around.enter_context(savepoint.group())
         except Exception as error:
+            self._watch.check()
+            self._guards.discard(guard)
             if joined is not None and joined.has_run:
                 # If it was committed, each that was in it is found to be a duplicate.
                 raise InterfaceError(f"A transaction with steps failed: {error}") from error
             if guard.ended_by and not isinstance(error, RolledBack):
-                raise RolledBack("It was ended by a handler", guard, ran) from error
+                raise RolledBack("It was ended by a handler", guard) from error
             raise
+        self._guards.discard(guard)
         if released:
             self._leases.forget([attempt.delivery.lease for attempt in released])
             for attempt in released:

@@ -126,7 +126,8 @@ class Store:
     sends_several = False
     """Whether several statements can be sent as one."""
     committing: tuple[str, ...] = ()
-    """First words of statements that the server ends a transaction for, without being asked to."""
+    """Regular expressions for the first words of statements that the server ends a transaction for,
+    without being asked to."""
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End the session of another thread's connection, which undoes its transaction.

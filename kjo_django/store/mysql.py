@@ -35,6 +35,12 @@ class MySqlStore(Store):
     of two sessions that have met the same row, neither can go on to change it.
     """
 
+    committing = (
+        *("alter", "analyze", "check", "create", "drop", "grant", "install", "lock", "optimize"),
+        *("rename", "repair", "revoke", r"set\s+password", "truncate", "uninstall"),
+    )
+    """It commits for them even if it refuses them then, which the driver does not note."""
+
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
         self._insert[True] = self._insert[False][0], " ON DUPLICATE KEY UPDATE id = id"
@@ -52,12 +58,6 @@ class MySqlStore(Store):
             super().end_session(connection, terminates=terminates)
         else:
             line.shutdown(socket.SHUT_RDWR)
-
-    committing = (
-        *("alter", "analyze", "create", "drop", "grant", "lock", "optimize", "rename", "repair"),
-        *("revoke", "truncate"),
-    )
-    """It commits for them even if it refuses them then, which the driver does not note."""
 
     # --- Rows that may be there already -----------------------------------------------------------
 

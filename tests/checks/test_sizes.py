@@ -15,7 +15,7 @@ import grimp
 import kjo_django
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 254
+MOST_MODULES = 255
 MOST_CLASSES = 494
 MOST_CORE_LINES = 24_600
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -244,19 +244,32 @@ _BUSY_NUMBERS = frozenset({1205, 1213})
 # --- Handlers that end the transaction of their group ---------------------------------------------
 
 _GUARD = "kjo_guard"
-_CONTROL = r"\s*(?:commit|end|abort|begin|start|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b)"
+_COMMENTS = r"(?:\s|--[^\n]*(?:\n|$)|#[^\n]*(?:\n|$)|/\*.*?\*/)*"
+_CONTROL = r"(?:commit|end|abort|begin|start|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b)"
 """Statements after which the session may be in a transaction again, though not in the same one:
 COMMIT AND CHAIN, BEGIN on MariaDB, a COMMIT amid others."""
-_FIRST_WORDS = re.compile(r"\W*(\w+(?:\s+\w+)?)")
+_FIRST_WORDS = re.compile(rf"{_COMMENTS}(\w+(?:\s+\w+)?)", re.DOTALL)
 
 
 @cache
 def _may_begin_another(committing: Sequence[str]) -> Callable[[str], object]:
     """Return what tells whether a query has such a statement."""
     words = "|".join([_CONTROL, *committing])
-    first = re.compile(rf"{words})\b", re.IGNORECASE).match
-    later = re.compile(rf";{words})\b", re.IGNORECASE).search
+    first = re.compile(rf"{_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).match
+    later = re.compile(rf";{_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).search
     return lambda sql: first(sql) or (";" in sql and later(sql))
+
+
+def _text_of(sql: Any, cursor: Any) -> str:
+    """Return the text of a query: Django passes on what the driver takes.
+
+    :param cursor: the driver's own.
+    """
+    if isinstance(sql, str):
+        return sql
+    if isinstance(sql, bytes):
+        return sql.decode("utf-8", "replace")
+    return str(sql.as_string(cursor)) if hasattr(sql, "as_string") else str(sql)
 
 
 @dataclass(eq=False)
@@ -271,6 +284,9 @@ class TransactionGuard:
     it is gone with its transaction. What is executed past Django's cursors is noticed at the end of
     the handler, or by the next release of a handler's savepoint. Once it has noticed, the handler's
     further queries are refused.
+
+    A connection that was closed or broke says nothing of a COMMIT before, so it counts as an end,
+    too. Whether it was a COMMIT the markers tell.
     """
 
     connection: BaseDatabaseWrapper
@@ -282,10 +298,16 @@ class TransactionGuard:
     """The attempts that were admitted in the transaction."""
     calls: Sequence[Attempt] = ()
     """The attempts of the call that is being made, or was made last."""
+    ran: list[Attempt] = field(default_factory=list)
+    """The attempts whose calls have ended, in their order, but for those of the last one."""
     ended_by: Sequence[Attempt] = ()
-    """The attempts of the call that has ended the transaction; empty as long as it is open."""
+    """The attempts of the calls one of which has ended the transaction, or may have; empty as long
+    as it is open."""
     query: str = ""
     """The first words of the query that has ended it, where they are known."""
+    callbacks: list[tuple[Sequence[Attempt], list[Any], int]] = field(default_factory=list)
+    """Of each call the list of ``on_commit`` callbacks as it began, and how many it had then. The
+    list is another one after a roll-back or a close."""
     _is_asking: bool = False
 
     @contextmanager
@@ -298,6 +320,7 @@ class TransactionGuard:
         connection = self.connection
         blocks = len(connection.atomic_blocks)
         connection.execute_wrappers.insert(0, self.execute)
+        self.callbacks.append((self.calls, connection.run_on_commit, len(connection.run_on_commit)))
         try:
             yield
         except BaseException as error:
@@ -312,29 +335,32 @@ class TransactionGuard:
             self.look()
             raise not_pristine(connection)
 
-    def note(self, calls: Sequence[Attempt], sql: object = "") -> None:
+    def note(self, calls: Sequence[Attempt], sql: Any = "", cursor: Any = None) -> None:
         """Note that a call has ended the transaction; the first one counts.
 
         :param sql: the query that did, where it is known.
+        :param cursor: the driver's cursor that has executed it.
         """
         if self.ended_by or not calls:
             return
-        found = _FIRST_WORDS.match(sql) if isinstance(sql, str) else None
+        found = _FIRST_WORDS.match(_text_of(sql, cursor))
         self.ended_by, self.query = calls, found[1] if found else ""
         self.connection.needs_rollback = True
 
-    def look(self, sql: object = "") -> None:
-        """Look whether the call that is being made has ended the transaction.
+    def look(self, sql: Any = "", cursor: Any = None) -> None:
+        """Look whether the call that is being made has ended the transaction, or may have.
 
         :param sql: the query that was executed last.
+        :param cursor: the driver's cursor that has executed it.
         """
         connection = self.connection
-        # A broken connection, and a transaction that the database has undone by itself, as MariaDB
-        # does to end a deadlock, are no doing of the handler's.
-        if connection.needs_rollback or getattr(connection.connection, "closed", False):
-            return
-        if _transaction_state(connection, has_begun=True) == _NONE:
-            self.note(self.calls, sql)
+        raw: Any = connection.connection
+        is_closed = raw is None or connection.closed_in_transaction
+        # psycopg says "closed", PyMySQL and mysqlclient "open".
+        if is_closed or getattr(raw, "closed", False) or not getattr(raw, "open", True):
+            self.note(self.calls)
+        elif _transaction_state(connection, has_begun=True) == _NONE:
+            self.note(self.calls, sql, cursor)
 
     def error(self) -> TransactionEndedError:
         """Return the error of the attempts that have ended the transaction by a COMMIT."""
@@ -346,6 +372,27 @@ class TransactionGuard:
             "transaction (atomic=False), or leave out what commits: COMMIT, ROLLBACK and BEGIN, "
             "DDL on MariaDB and MySQL, executescript() on SQLite."
         )
+
+    def refuse_in_test(self) -> None:
+        """To be called once the transaction was rolled back.
+
+        :raises TransactionEndedError: a handler has ended that of a test around it, too.
+        """
+        connection = self.connection
+        is_in_test = connection.in_atomic_block and not connection.closed_in_transaction
+        if self.ended_by and is_in_test:
+            raise TransactionEndedError(
+                "The handler has ended the transaction of the test that runs it. Run it in a "
+                "TransactionTestCase (pytest.mark.django_db(transaction=True))."
+            )
+
+    def callbacks_before(self, calls: Collection[Attempt]) -> list[Callable[[], object]]:
+        """Return the ``on_commit`` callbacks of the calls before these ones."""
+        outer = self.callbacks[0][2] if self.callbacks else 0
+        for began, registered, count in self.callbacks:
+            if any(attempt in calls for attempt in began):
+                return [call for _, call, _ in registered[outer:count]]
+        return []
 
     def execute(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
@@ -359,27 +406,30 @@ class TransactionGuard:
         self.look()
         if self.ended_by:
             raise not_pristine(self.connection)
-        is_asked = isinstance(sql, str) and _may_begin_another(self.store.committing)(sql)
+        cursor = context["cursor"].cursor
+        is_asked = _may_begin_another(self.store.committing)(_text_of(sql, cursor))
         if is_asked:
             self._ask(f"SAVEPOINT {_GUARD}")
         try:
             return execute(sql, params, many, context)
         finally:
-            self.look(sql)
+            self.look(sql, cursor)
             if is_asked and not self.ended_by and not self.connection.needs_rollback:
-                self._ask(f"RELEASE SAVEPOINT {_GUARD}", sql)
+                self._release(sql, cursor)
 
-    def _ask(self, question: str, sql: str = "") -> None:
+    def _release(self, sql: Any, cursor: Any) -> None:
+        try:
+            self._ask(f"RELEASE SAVEPOINT {_GUARD}")
+        except Error as error:
+            # Refused for another reason, as after a query that has failed on PostgreSQL, the
+            # savepoint is still there, and goes with what goes back to the one around it.
+            if _GUARD in str(error):
+                self.note(self.calls, sql, cursor)
+
+    def _ask(self, question: str) -> None:
         self._is_asking = True
         try:
             with self.connection.cursor() as cursor:
                 cursor.execute(question)
-        except Error as error:
-            # Refused for another reason, as after a query that has failed on PostgreSQL, the
-            # savepoint is still there, and goes with what goes back to the one around it.
-            if not sql:
-                raise
-            if _GUARD in str(error):
-                self.note(self.calls, sql)
         finally:
             self._is_asking = False

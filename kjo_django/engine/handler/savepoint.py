@@ -52,7 +52,9 @@ class LazySavepoint:
         self._guard = guard or TransactionGuard(connection, store)
         self._sends_several = store.sends_several
         self._left_open = ""
+        # Whose it is; and the calls since then that have sent nothing through Django.
         self._left_open_by: Sequence[Attempt] = ()
+        self._unseen: list[Attempt] = []
         self._name = ""
         self._sid: str | None = None
         # Only between a handler's beginning and its first query is there something to open.
@@ -73,7 +75,9 @@ class LazySavepoint:
         self._opens = True
         self._depth = len(self._connection.savepoint_ids)
         self._blocks = len(self._connection.atomic_blocks)
-        self._callbacks = len(self._connection.run_on_commit)
+        registered: list[Any] = self._connection.run_on_commit
+        self._callbacks = len(registered)
+        self._guard.callbacks.append((self._guard.calls, registered, self._callbacks))
         self._connection.execute_wrappers.insert(0, self._guard.execute)
         return self
 
@@ -85,7 +89,8 @@ class LazySavepoint:
             return self._execute(execute, sql, params, many, context)
         except Error as error:
             if left_open and f'"{left_open}"' in str(error):
-                self._guard.note(self._left_open_by)
+                # By the driver's own connection, most likely.
+                self._guard.note(self._unseen or self._left_open_by)
             raise
 
     def _execute(
@@ -157,6 +162,7 @@ class LazySavepoint:
             try:
                 if self._sends_several:
                     self._left_open, self._left_open_by = self._name, self._guard.calls
+                    self._unseen = []
                 else:
                     connection.savepoint_commit(self._sid)
             except Exception as error:
@@ -166,6 +172,8 @@ class LazySavepoint:
                 raise
             self._sid = None
             del connection.savepoint_ids[self._depth :]
+        else:
+            self._unseen += self._guard.calls
 
     def is_transaction_pristine(self) -> bool:
         """Return whether the transaction around the last handler can go on with others."""

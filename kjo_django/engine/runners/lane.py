@@ -46,20 +46,13 @@ class RolledBack(Exception):
     """A handler has failed, and its transaction is to be rolled back as a whole: the handler has no
     savepoint of its own, going back to it did not help, or the handler has ended the transaction.
 
-    :param ended: attempts that were asked to end, and did: they are not to run again.
-    :param ran: attempts whose handlers had returned or failed before, in their order.
     :param guard: knows whose call has ended the transaction, if one has.
+    :param ended: attempts that were asked to end, and did: they are not to run again.
     """
 
-    def __init__(
-        self,
-        why: str,
-        guard: TransactionGuard,
-        ran: Sequence[Attempt],
-        ended: Sequence[Attempt] = (),
-    ) -> None:
+    def __init__(self, why: str, guard: TransactionGuard, ended: Sequence[Attempt] = ()) -> None:
         super().__init__(why)
-        self.guard, self.ran, self.ended = guard, ran, ended
+        self.guard, self.ended = guard, ended
 
 
 class LaneRunner:
@@ -93,11 +86,11 @@ class LaneRunner:
         attempts: Sequence[Attempt],
         guard: TransactionGuard,
         savepoint: LazySavepoint | None = None,
-    ) -> list[Attempt]:
+    ) -> None:
         """Call the handlers of the attempts that have no ending, in the transaction of the caller;
-        each has one then. Return those that were called, in their order.
+        each has one then.
 
-        :param guard: is told whose call begins and ends.
+        :param guard: of the transaction; is told whose call begins.
         :param savepoint: what stands behind each handler; None: a handler that fails undoes the
             whole transaction.
         :raises RolledBack: the transaction cannot go on.
@@ -109,7 +102,6 @@ class LaneRunner:
         until = time.monotonic() + OVERRUN * budget
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
-        ran: list[Attempt] = []
         steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
         for number, step in enumerate(steps):
             is_late = number > 0 and time.monotonic() >= until
@@ -143,8 +135,8 @@ class LaneRunner:
                 if raised is not None and not _goes_on(guard, savepoint):
                     unwanted = [attempt for attempt in part if attempt.abort_reason in UNWANTED]
                     why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
-                    raise RolledBack(why, guard, ran, unwanted) from raised
-                ran += [attempt for attempt in part if attempt.ending is not None]
+                    raise RolledBack(why, guard, unwanted) from raised
+                guard.ran += [attempt for attempt in part if attempt.ending is not None]
                 # Of a batch that has failed, those that are not known to be to blame.
                 parts += [[attempt] for attempt in part if attempt.ending is None]
             if len(steps) > 1:
@@ -152,7 +144,6 @@ class LaneRunner:
                 ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
         if outer is not None and (left := freshen_connections(outer=outer, but=using)):
             raise left
-        return ran
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as

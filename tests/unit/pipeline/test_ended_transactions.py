@@ -6,21 +6,29 @@ medium ones for that.
 
 from __future__ import annotations
 
+import json
+import threading
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 
 from kjo_django.engine import recorder
 from kjo_django.engine.attempt import Ending
+from kjo_django.engine.handler.connections import sever
+from kjo_django.engine.handler.timeouts import RunAbandoned
+from kjo_django.exceptions import TransactionEndedError
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.store import store_for
+from kjo_django.testing import drain
 from tests.adversaries import COMMITS, NOTHING, UNDOES, UNSEEN, executing
 from tests.databases import MARIADB, MYSQL
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, states
 from tests.unit.pipeline.bench import GOOD, settled
+from tests.unit.workers import WAIT, wait_until
 
 SQLITE = pytest.param("sqlite_file", id="sqlite")
 POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
@@ -249,13 +257,13 @@ def test_a_job_that_had_failed_before_keeps_its_failure_and_is_not_called_again(
     assert calls == ["failed"] * 2
 
 
-@every_database
-def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench):
+@every_way(COMMITS)
+def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench, end):
     """They have no row that could tell that they have not run."""
     # Given
     for number in range(2):
         bench.publish(b'{"job":"b%d"}' % number, **GOOD | {"kjo_id": f"before-{number}"})
-    as_job(writing_and(commit), "bench.guilty")
+    as_job(writing_and(end), "bench.guilty")
     bench.publish(b'{"job":"guilty"}', kjo_id="guilty", kjo_type="bench.guilty")
     for number in range(2):
         bench.publish(b'{"job":"a%d"}' % number, **GOOD | {"kjo_id": f"after-{number}"})
@@ -288,6 +296,139 @@ def test_all_items_of_a_batch_that_commits_have_failed(bench):
     assert entries() == dict.fromkeys(["before", "a", "b", "c", "after"], 1)
     assert states() == ["completed", *["failed"] * 3, "completed"]
     assert settled(bench)
+
+
+@every_database
+def test_what_an_innocent_job_has_asked_for_on_commit_is_done(bench, hear):
+    """Its writes are committed; Django forgets such callbacks with a roll-back."""
+    # Given
+    called, enqueued = [], hear("job_enqueued")
+
+    def write(job):
+        Entry.objects.create(job=job)
+        transaction.on_commit(lambda: called.append(job))
+        ledger.write.enqueue(job=f"child of {job}")
+
+    guilty = as_job(writing_and(commit), "bench.guilty")
+    innocent = enqueue_beside(guilty, 2, 2, innocent=as_job(write, "bench.write"))
+    enqueued.clear()
+    # When
+    bench.run()
+    # Then
+    assert sorted(called) == sorted(innocent)
+    assert len(enqueued) == len(innocent)
+    # And
+    bench.run()
+    assert entries() == innocent | {f"child of {name}": 1 for name in innocent} | {"guilty": 1}
+
+
+@every_database
+def test_copies_of_a_guilty_message_of_another_service_do_not_run_again(bench):
+    # Given
+    as_job(writing_and(commit), "bench.guilty")
+    for _ in range(3):
+        bench.publish(b'{"job":"guilty"}', kjo_id="guilty", kjo_type="bench.guilty")
+    # When
+    bench.run()
+    # Then
+    assert entries() == {"guilty": 1}
+    assert DeadLetter.objects.count() == 1
+
+
+@pytest.mark.parametrize("_database", [POSTGRES], indirect=True)
+def test_a_handler_that_uses_the_driver_alone_is_not_taken_for_the_one_before_it(bench):
+    # Given
+    def by_the_driver(job):
+        raw = connection.connection
+        raw.commit()
+        raw.execute("SELECT 1")
+
+    ledger.write.enqueue(job="before")
+    as_job(by_the_driver, "bench.guilty").enqueue(job="guilty")
+    ledger.write.enqueue(job="after")
+    # When
+    bench.run()
+    # Then
+    assert_only_the_guilty_has_failed(bench, {"before": 1, "after": 1})
+
+
+@pytest.fixture
+def _locked_table(bench, request):
+    """A table that another session reads in a transaction: DDL on it commits, and waits."""
+    executing("CREATE TABLE IF NOT EXISTS locked (n integer)", "INSERT INTO locked VALUES (1)")()
+    other = connection.copy()
+    with other.cursor() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute("SELECT * FROM locked")
+    yield
+    other.close()
+    executing("DROP TABLE locked")()
+
+
+@pytest.mark.parametrize("_database", [MARIADB, MYSQL], indirect=True)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "foreign"])
+@pytest.mark.usefixtures("_locked_table")
+def test_a_thread_that_is_given_up_after_its_handler_has_committed_takes_nobody_with_it(
+    bench, is_ours
+):
+    # Given a handler whose DDL has committed and waits for a lock
+    waits, thread_connections = threading.Event(), []
+
+    def alter(job):
+        Entry.objects.create(job=job)
+        thread_connections.append(connections["default"])
+        waits.set()
+        executing("ALTER TABLE locked ADD COLUMN m integer")()
+
+    guilty = as_job(alter, "bench.guilty", timeout=timedelta(seconds=30))
+    for name, handler in (("before", ledger.write), ("guilty", guilty), ("after", ledger.write)):
+        if is_ours:
+            handler.enqueue(job=name)
+        else:
+            body = json.dumps({"job": name}).encode()
+            bench.publish(body, kjo_id=name, kjo_type=handler.name)
+    deliveries = bench.poll()
+
+    def run():
+        with suppress(RunAbandoned):
+            bench.pipeline.run(deliveries)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert waits.wait(WAIT)
+    (connected,) = thread_connections
+    waiting = "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND state LIKE %s"
+    pattern = "Waiting for table metadata lock%"
+    wait_until(lambda: asked(waiting, [connected.connection.thread_id(), pattern]))
+    hung = [(job.context, job.seconds, job.delivery) for job in bench.watch.jobs()]
+    # When its thread is given up
+    bench.watch.abandon(thread.ident)
+    sever(connected)
+    deferred = bench.pipeline.abandon(deliveries, hung)
+    bench.run(deferred)
+    # Then
+    assert_only_the_guilty_has_failed(bench, {"before": 1, "after": 1})
+    thread.join(WAIT)
+
+
+def asked(query, parameters):
+    """What another session is told."""
+    other = connection.copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute(query, parameters)
+            return cursor.fetchone()[0]
+    finally:
+        other.close()
+
+
+@every_database
+def test_in_the_transaction_of_a_test_it_says_what_to_do(bench):
+    """That transaction is over, and the test with it."""
+    as_job(writing_and(commit), "bench.guilty").enqueue(job="guilty")
+    told = pytest.raises(TransactionEndedError, match="Run it in a TransactionTestCase")
+    with told, transaction.atomic():
+        drain(raise_errors=False)
 
 
 # --- What a worker that died has left -------------------------------------------------------------

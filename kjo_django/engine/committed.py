@@ -1,0 +1,49 @@
+"""What a handler has committed by ending the transaction of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from kjo_django.engine import admission
+from kjo_django.engine.attempt import Attempt, Ending
+from kjo_django.engine.handler.call import call_isolated
+from kjo_django.engine.handler.connections import TransactionGuard
+from kjo_django.runtime import Runtime
+
+Ask = Callable[[Callable[[], Any]], Any]
+"""Returns what a function that asks the database returns, waiting where the database is away."""
+
+
+def keep_committed(
+    runtime: Runtime, guard: TransactionGuard, guilty: Collection[Attempt], ask: Ask
+) -> Sequence[Attempt] | None:
+    """Return the attempts that had run before the guilty ones in a transaction that these have
+    committed. Their endings hold, and only their rows are to be written; the others are to run
+    again. None where nothing was committed: then all are.
+
+    The markers tell: they were in the transaction. Those of attempts that have not completed are
+    deleted here. What the completed ones have registered with ``on_commit`` is called.
+
+    :param guilty: attempts whose call has ended the transaction, or may have.
+    """
+    for attempt in guard.attempts:
+        attempt.is_in_doubt = attempt.is_acknowledged = False
+        if attempt.delivery.attempt is attempt:
+            attempt.delivery.attempt = None
+    marked = {attempt.key: attempt.delivery for attempt in guard.attempts if attempt.is_marked}
+    known = ask(partial(runtime.store.known_markers, marked.keys()))
+    if not marked or known != marked.keys():
+        return None
+    ran = list(takewhile(lambda attempt: attempt not in guilty, guard.ran))
+    completed = [attempt for attempt in ran if attempt.ending is Ending.COMPLETED]
+    left = marked.keys() - {attempt.key for attempt in completed}
+    ask(partial(admission.delete_markers_ahead, runtime, [marked[key] for key in left]))
+    for attempt in completed:
+        attempt.is_committed = True
+        attempt.delivery.attempt = attempt
+    for call in guard.callbacks_before(guilty):
+        call_isolated(call, f"An on_commit callback failed: {call!r}", {})
+    return ran
