@@ -251,13 +251,23 @@ COMMIT AND CHAIN, BEGIN on MariaDB, a COMMIT amid others."""
 _FIRST_WORDS = re.compile(rf"{_COMMENTS}(\w+(?:\s+\w+)?)", re.DOTALL)
 
 
+_ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE"})
+"""How nearly all queries begin, so that no pattern is needed to tell what they are."""
+
+
 @cache
-def _may_begin_another(committing: Sequence[str]) -> Callable[[str], object]:
-    """Return what tells whether a query has such a statement."""
+def _control(committing: Sequence[str]) -> Callable[[str], object]:
+    """Return what finds such a statement, at the beginning or behind a semicolon.
+
+    :param committing: patterns of others that end a transaction.
+    """
     words = "|".join([_CONTROL, *committing])
-    first = re.compile(rf"{_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).match
-    later = re.compile(rf";{_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).search
-    return lambda sql: first(sql) or (";" in sql and later(sql))
+    return re.compile(rf"(?:^|;){_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).search
+
+
+def _may_begin_another(committing: Sequence[str], sql: str) -> bool:
+    """Return whether a query has such a statement."""
+    return _control(committing)(sql) is not None
 
 
 def _text_of(sql: Any, cursor: Any) -> str:
@@ -406,8 +416,9 @@ class TransactionGuard:
         self.look()
         if self.ended_by:
             raise not_pristine(self.connection)
-        cursor = context["cursor"].cursor
-        is_asked = _may_begin_another(self.store.committing)(_text_of(sql, cursor))
+        cursor, is_asked = context["cursor"].cursor, False
+        if not isinstance(sql, str) or sql[:6] not in _ORDINARY or ";" in sql:
+            is_asked = _may_begin_another(self.store.committing, _text_of(sql, cursor))
         if is_asked:
             self._ask(f"SAVEPOINT {_GUARD}")
         try:
