@@ -33,6 +33,12 @@ def committing_and_closing() -> None:
     connection.close()
 
 
+def committing_and_closing_past_django() -> None:
+    committing_past_django()
+    raw: Any = connection.connection
+    raw.close()
+
+
 def committing_behind_a_flag() -> None:
     transaction.set_rollback(True)
     committing_past_django()
@@ -93,6 +99,7 @@ _EVERYWHERE = {
     "commit behind comments": executing("-- app\n/* view */ COMMIT"),
     "commit past Django": committing_past_django,
     "commit past Django and close": committing_and_closing,
+    "commit and close past Django": committing_and_closing_past_django,
     "commit behind a flag": committing_behind_a_flag,
 }
 COMMITS: dict[str, dict[str, Callable[[], None]]] = {

@@ -39,27 +39,29 @@ class ExpiredError(KjoError):
     """The job was not started by its ``expires_at``."""
 
 
-def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: bool) -> list[Attempt]:
+def admit_group(
+    leases: LeaseBook, deliveries: Sequence[Delivery], marks_at: datetime | None = None
+) -> list[Attempt]:
     """Return the attempt of each delivery: without an ending where it may run.
 
     :param leases: this worker's.
-    :param marks: insert the markers and lock the rows, in the transaction of the caller; False:
-        only read them.
+    :param marks_at: the moment with which the markers are inserted, and the rows locked, in the
+        transaction of the caller; None: they are only read.
     :raises MarkedAheadError: a marker is there that must not be.
     """
-    runtime, now = leases.runtime, timezone.now()
+    runtime, now = leases.runtime, marks_at or timezone.now()
     keys = [delivery.key for delivery in deliveries]
-    fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
-    if marks and len(fresh) < len(keys):
+    fresh, rows = load_rows(runtime, deliveries, keys if marks_at else (), marks_at)
+    if marks_at and len(fresh) < len(keys):
         _refuse_marked_ahead(fresh, rows)
-    if not marks:
+    if not marks_at:
         asked = [d.key for d in deliveries if d not in rows or not is_next_attempt(d, rows[d])]
         fresh = set(keys) - runtime.store.known_markers(asked)
     attempts, steps = [], []
     for delivery, key in zip(deliveries, keys, strict=True):
         row, is_fresh = rows.get(delivery), key in fresh
         attempt = admit(delivery, row, is_fresh=is_fresh, leases=leases, now=now)
-        attempt.key, attempt.is_marked = key, marks and is_fresh
+        attempt.key, attempt.is_marked = key, bool(marks_at) and is_fresh
         attempts.append(attempt)
         if row is not None and row.stage_id is not None and attempt.ending is None:
             steps.append((attempt, row.id, row.stage_id))
@@ -295,12 +297,16 @@ _is_id_with_generation = re.compile(rf"({_ID})(?::\d+)?").fullmatch
 
 
 def load_rows(
-    runtime: Runtime, deliveries: Sequence[Delivery], marking: Sequence[EventKey] = ()
+    runtime: Runtime,
+    deliveries: Sequence[Delivery],
+    marking: Sequence[EventKey] = (),
+    at: datetime | None = None,
 ) -> tuple[set[EventKey], dict[Delivery, JobRow]]:
     """Return the job rows of a group, read in one query, or in two when messages that nobody
     enqueued here are among them.
 
     :param marking: markers to insert first; then the rows are locked.
+    :param at: the moment with which they are inserted.
     :returns: which of the markers were new, and the rows.
     """
     store, service = runtime.store, runtime.service
@@ -320,7 +326,7 @@ def load_rows(
     fresh: set[EventKey] = set()
     found: dict[str, JobRow] = {}
     if marking:
-        fresh, found = store.insert_markers_and_lock(marking, list(ours.values()))
+        fresh, found = store.insert_markers_and_lock(marking, list(ours.values()), at)
     elif ours:
         found = store.job_rows(list(ours.values()), lock=False)
     rows = {delivery: found[id] for delivery, id in ours.items() if id in found}

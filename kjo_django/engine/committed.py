@@ -24,7 +24,8 @@ def keep_committed(
     committed. Their endings hold, and only their rows are to be written; the others are to run
     again. None where nothing was committed: then all are.
 
-    The markers tell: they were in the transaction. Those of attempts that have not completed are
+    The markers tell: they were in the transaction. Their moment tells them from those of another
+    worker that has taken a job over meanwhile. Those of attempts that have not completed are
     deleted here. What the completed ones have registered with ``on_commit`` is called.
 
     :param guilty: attempts whose call has ended the transaction, or may have.
@@ -34,12 +35,14 @@ def keep_committed(
         if attempt.delivery.attempt is attempt:
             attempt.delivery.attempt = None
     marked = {attempt.key: attempt.delivery for attempt in guard.attempts if attempt.is_marked}
-    known = ask(partial(runtime.store.known_markers, marked.keys()))
-    if not marked or known != marked.keys():
+    ours = ask(partial(runtime.store.known_markers, marked.keys(), guard.marked_at))
+    if not ours:
         return None
     ran = list(takewhile(lambda attempt: attempt not in guilty, guard.ran))
+    # What another worker has taken over is its own: it is admitted anew, and found to have ended.
+    ran = [attempt for attempt in ran if attempt.key in ours or not attempt.is_marked]
     completed = [attempt for attempt in ran if attempt.ending is Ending.COMPLETED]
-    left = marked.keys() - {attempt.key for attempt in completed}
+    left = ours - {attempt.key for attempt in completed}
     ask(partial(admission.delete_markers_ahead, runtime, [marked[key] for key in left]))
     for attempt in completed:
         attempt.is_committed = True

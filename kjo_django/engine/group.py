@@ -62,7 +62,7 @@ from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, R
 from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
-from kjo_django.exceptions import HandlerTimeout
+from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.limits.limiter import Limiter
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
@@ -233,7 +233,8 @@ class Pipeline:
         runtime = self._runtime
         left = _unsettled(deliveries, None)
         guilty = {delivery for _, _, delivery in hung}
-        guard = next((g for g in self._guards if guilty & {a.delivery for a in g.calls}), None)
+        guards = list(self._guards)  # other lanes begin and end transactions meanwhile
+        guard = next((g for g in guards if guilty & {a.delivery for a in g.calls}), None)
         ran = None
         if guard is not None:
             self._guards.discard(guard)
@@ -453,7 +454,7 @@ class Pipeline:
             except RolledBack as rolled_back:
                 if rolled_back.guard.ended_by:
                     raise
-                ended = rolled_back.ended
+                ended = rolled_back.guard.unwanted
                 attempts.clear()
         self._transact(deliveries, attempts, ended, savepoints=True)
         return attempts
@@ -503,7 +504,10 @@ class Pipeline:
         """Return the attempts of a group that have ended although its transaction has failed."""
         if isinstance(error, MarkedAheadError):
             admission.delete_markers_ahead(self._runtime, error.deliveries)
-        return self._keep_committed(error.guard) if isinstance(error, RolledBack) else []
+        if not isinstance(error, RolledBack):
+            return []
+        kept = self._keep_committed(error.guard)
+        return [*kept, *(attempt for attempt in error.guard.unwanted if attempt not in kept)]
 
     def _keep_committed(self, guard: TransactionGuard) -> list[Attempt]:
         """Return the attempts that have ended with a transaction that one of their handlers has
@@ -586,7 +590,8 @@ class Pipeline:
             ):
                 around.enter_context(savepoint.group() if savepoint else nullcontext())
                 while part:
-                    admitted = admission.admit_group(self._leases, part, marks=True)
+                    guard.marked_at = timezone.now()
+                    admitted = admission.admit_group(self._leases, part, guard.marked_at)
                     admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
                     attempts += admitted
                     guard.attempts, guard.ran = admitted, []
@@ -712,7 +717,7 @@ class Pipeline:
         """
         self._leases.show_alive_if_late()
         leases, now = self._leases, timezone.now()
-        attempts = admission.admit_group(leases, deliveries, marks=False)
+        attempts = admission.admit_group(leases, deliveries)
         judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
         # Another record of a job may be with another lane, and its lease is this worker's too.
         free = leases.hold_rows(judged)
@@ -845,7 +850,10 @@ class Pipeline:
                     return [d for one in attempts for d in self._record_completions([one])]
                 if following is Next.REFUSED:
                     for attempt in attempts:
-                        failures.judge_error(self._runtime, attempt, error)
+                        # Tried again, what is committed would be done twice.
+                        is_done = attempt.is_committed
+                        final = TransactionEndedError(f"It cannot be recorded: {error}")
+                        failures.judge_error(self._runtime, attempt, final if is_done else error)
                     break
                 if following is Next.STOPPED:
                     return self._defer([attempt.delivery for attempt in attempts])

@@ -188,14 +188,21 @@ class Store:
         ours = set(markers.filter(pk__in=ids).values_list("pk", flat=True))
         return {row.event_key for row in rows if row.pk in ours}
 
-    def known_markers(self, keys: Collection[EventKey]) -> set[EventKey]:
-        """Return those of the keys that are marked."""
+    def known_markers(
+        self, keys: Collection[EventKey], at: datetime | None = None
+    ) -> set[EventKey]:
+        """Return those of the keys that are marked.
+
+        :param at: only those that were inserted with this moment.
+        """
         if not keys:
             return set()
         marked = ProcessedEvent.objects.using(self.alias).filter(
             service_name__in=sorted({key.service_name for key in keys}),
             event_id__in=sorted({key.event_id for key in keys}),
         )
+        if at is not None:
+            marked = marked.filter(processed_at=at)
         found = marked.order_by().values_list(*EventKey._fields)
         return {EventKey(*row) for row in found}.intersection(keys)
 
@@ -223,13 +230,15 @@ class Store:
         return {row.id_text: row for row in found}
 
     def insert_markers_and_lock(
-        self, keys: Sequence[EventKey], ids: Sequence[str]
+        self, keys: Sequence[EventKey], ids: Sequence[str], now: datetime | None = None
     ) -> tuple[set[EventKey], dict[str, JobRow]]:
         """Insert a group's markers, then lock and return its rows; return which keys were new, too.
 
         The write comes first: a transaction on SQLite that reads first may be refused its write.
+
+        :param now: as ``insert_markers`` takes it.
         """
-        fresh = self.insert_markers(keys)
+        fresh = self.insert_markers(keys, now)
         return fresh, self.job_rows(ids, lock=True) if ids else {}
 
     def rows_of_foreign(

@@ -286,14 +286,14 @@ class PostgresStore(Store):
             return {row[-1]: JobRow(*row) for row in cursor.fetchall()}
 
     def insert_markers_and_lock(
-        self, keys: Sequence[EventKey], ids: Sequence[str]
+        self, keys: Sequence[EventKey], ids: Sequence[str], now: datetime | None = None
     ) -> tuple[set[EventKey], dict[str, JobRow]]:
         """Insert and lock in one round trip, where several statements may be sent as one."""
         with connections[self.alias].cursor() as cursor:
             if not keys or not ids or not takes_several(cursor.cursor):
-                return super().insert_markers_and_lock(keys, ids)
+                return super().insert_markers_and_lock(keys, ids, now)
             ordered = sorted(set(keys))
-            parameters = _marker_parameters(ordered, None)
+            parameters = _marker_parameters(ordered, now)
             read_times_natively(cursor)
             cursor.execute(f"{_INSERT_MARKERS}; {_ROWS_LOCKED}", [*parameters, text_array(ids)])
             inserted = cursor.rowcount

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -203,7 +204,10 @@ def _transaction_state(connection: BaseDatabaseWrapper, *, has_begun: bool = Fal
         begins = not has_begun and not flags & _MYSQL_AUTOCOMMIT
         return _OPEN if flags & _MYSQL_IN_TRANSACTION or begins else _NONE
     if (server := getattr(raw, "pgconn", None)) is None:
-        is_open = getattr(raw, "in_transaction", None)
+        try:
+            is_open = getattr(raw, "in_transaction", None)
+        except Exception:
+            return _NONE  # closed past Django
         return None if is_open is None else _OPEN if is_open else _NONE
     if server.transaction_status == _PQ_IN_ERROR:
         return _UNUSABLE
@@ -244,11 +248,11 @@ _BUSY_NUMBERS = frozenset({1205, 1213})
 # --- Handlers that end the transaction of their group ---------------------------------------------
 
 _GUARD = "kjo_guard"
-_COMMENTS = r"(?:\s|--[^\n]*(?:\n|$)|#[^\n]*(?:\n|$)|/\*.*?\*/)*"
+_COMMENTS = r"(?:\s|--[^\n]*(?:\n|$)|#[^\n]*(?:\n|$)|/\*[^*]*\*+(?:[^/*][^*]*\*+)*/)*"
 _CONTROL = r"(?:commit|end|abort|begin|start|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b)"
 """Statements after which the session may be in a transaction again, though not in the same one:
 COMMIT AND CHAIN, BEGIN on MariaDB, a COMMIT amid others."""
-_FIRST_WORDS = re.compile(rf"{_COMMENTS}(\w+(?:\s+\w+)?)", re.DOTALL)
+_FIRST_WORDS = re.compile(rf"{_COMMENTS}(\w+(?:\s+\w+)?)")
 
 
 _ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE"})
@@ -257,17 +261,20 @@ _ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE"})
 
 @cache
 def _control(committing: Sequence[str]) -> Callable[[str], object]:
-    """Return what finds such a statement, at the beginning or behind a semicolon.
+    """Return what tells whether a query has such a statement: behind comments at its beginning, or
+    right behind a semicolon.
 
     :param committing: patterns of others that end a transaction.
     """
     words = "|".join([_CONTROL, *committing])
-    return re.compile(rf"(?:^|;){_COMMENTS}{words})\b", re.IGNORECASE | re.DOTALL).search
+    first = re.compile(rf"{_COMMENTS}{words})\b", re.IGNORECASE).match
+    later = re.compile(rf";\s*{words})\b", re.IGNORECASE).search
+    return lambda sql: first(sql) or later(sql)
 
 
 def _may_begin_another(committing: Sequence[str], sql: str) -> bool:
     """Return whether a query has such a statement."""
-    return _control(committing)(sql) is not None
+    return bool(_control(committing)(sql))
 
 
 def _text_of(sql: Any, cursor: Any) -> str:
@@ -306,6 +313,8 @@ class TransactionGuard:
     """The store of its database."""
     attempts: Sequence[Attempt] = ()
     """The attempts that were admitted in the transaction."""
+    marked_at: datetime | None = None
+    """The moment with which their markers were inserted."""
     calls: Sequence[Attempt] = ()
     """The attempts of the call that is being made, or was made last."""
     ran: list[Attempt] = field(default_factory=list)
@@ -313,6 +322,9 @@ class TransactionGuard:
     ended_by: Sequence[Attempt] = ()
     """The attempts of the calls one of which has ended the transaction, or may have; empty as long
     as it is open."""
+    unwanted: Sequence[Attempt] = ()
+    """The attempts that were asked to end, and did with the call that was made last: they are not
+    to run again."""
     query: str = ""
     """The first words of the query that has ended it, where they are known."""
     callbacks: list[tuple[Sequence[Attempt], list[Any], int]] = field(default_factory=list)

@@ -47,12 +47,11 @@ class RolledBack(Exception):
     savepoint of its own, going back to it did not help, or the handler has ended the transaction.
 
     :param guard: knows whose call has ended the transaction, if one has.
-    :param ended: attempts that were asked to end, and did: they are not to run again.
     """
 
-    def __init__(self, why: str, guard: TransactionGuard, ended: Sequence[Attempt] = ()) -> None:
+    def __init__(self, why: str, guard: TransactionGuard) -> None:
         super().__init__(why)
-        self.guard, self.ended = guard, ended
+        self.guard = guard
 
 
 class LaneRunner:
@@ -133,9 +132,9 @@ class LaneRunner:
                 guard.calls = part
                 raised = self._call(part, savepoint or guard.pristine())
                 if raised is not None and not _goes_on(guard, savepoint):
-                    unwanted = [attempt for attempt in part if attempt.abort_reason in UNWANTED]
+                    guard.unwanted = [each for each in part if each.abort_reason in UNWANTED]
                     why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
-                    raise RolledBack(why, guard, unwanted) from raised
+                    raise RolledBack(why, guard) from raised
                 guard.ran += [attempt for attempt in part if attempt.ending is not None]
                 # Of a batch that has failed, those that are not known to be to blame.
                 parts += [[attempt] for attempt in part if attempt.ending is None]

@@ -12,13 +12,13 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connection, connections, transaction
+from django.db import DataError, OperationalError, connection, connections, transaction
 
 from kjo_django.engine import recorder
-from kjo_django.engine.attempt import Ending
-from kjo_django.engine.handler.connections import sever
+from kjo_django.engine.attempt import Abort, Ending
+from kjo_django.engine.handler.connections import answers, sever
 from kjo_django.engine.handler.timeouts import RunAbandoned
-from kjo_django.exceptions import TransactionEndedError
+from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.store import store_for
 from kjo_django.testing import drain
@@ -429,6 +429,103 @@ def test_in_the_transaction_of_a_test_it_says_what_to_do(bench):
     told = pytest.raises(TransactionEndedError, match="Run it in a TransactionTestCase")
     with told, transaction.atomic():
         drain(raise_errors=False)
+
+
+@every_database
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "foreign"])
+def test_a_job_that_another_worker_has_taken_over_in_an_outage_is_not_taken_for_committed(
+    bench, another, transport, monkeypatch, is_ours
+):
+    """Its marker is there, though not with the moment of this worker's transaction."""
+    # Given a handler whose connection breaks, and a worker that has the job meanwhile
+    calls, deliveries = [], []
+
+    def take_over():
+        try:
+            bench.leases.release([delivery.lease for delivery in deliveries])
+            another.run([another.read(delivery.record) for delivery in deliveries])
+        finally:
+            connections.close_all()
+
+    def breaking(job):
+        calls.append(job)
+        Entry.objects.create(job=job)
+        if len(calls) == 1:
+            connection.connection.close()
+            raise OperationalError("the server closed the connection")
+
+    def answering(using):
+        if len(calls) == 1:
+            taking = threading.Thread(target=take_over)
+            taking.start()
+            taking.join(WAIT)
+        return answers(using)
+
+    monkeypatch.setattr("kjo_django.engine.group.answers", answering)
+    handler = as_job(breaking, "bench.breaking", max_attempts=5)
+    if is_ours:
+        handler.enqueue(job="a")
+    else:
+        bench.publish(b'{"job":"a"}', kjo_id="a", kjo_type="bench.breaking")
+    deliveries += bench.poll()
+    # When
+    bench.run(deliveries)
+    # Then it has run there, and here it is no dead letter
+    assert entries() == {"a": 1}
+    assert another.results == [Ending.COMPLETED]
+    assert Ending.DEAD not in bench.results
+    assert not DeadLetter.objects.exists()
+
+
+@every_database
+def test_what_is_committed_and_cannot_be_recorded_is_a_dead_letter_and_not_tried_again(
+    bench, monkeypatch
+):
+    # Given a database that refuses again and again to record a completion
+    record = recorder.complete
+
+    def refusing(runtime, attempts, *arguments, **options):
+        if "is_last" not in options and attempts:
+            raise DataError("refused")
+        return record(runtime, attempts, *arguments, **options)
+
+    monkeypatch.setattr(recorder, "complete", refusing)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    guilty = as_job(writing_and(commit), "bench.guilty", max_attempts=3)
+    enqueue_beside(guilty, 1, 0)
+    # When
+    bench.run_until_done()
+    # Then
+    assert entries() == {"before 0": 1, "guilty": 1}
+    assert states() == ["failed", "failed"]
+    assert "refused" in DeadLetter.objects.get(handler="ledger.write").error
+
+
+@every_database
+@pytest.mark.parametrize("is_database_only", [False, True], ids=["savepoints", "none"])
+@pytest.mark.parametrize("why", [Abort.LOST, Abort.SHUTDOWN, Abort.CANCELLED])
+def test_a_job_that_was_asked_to_end_and_broke_its_connection_is_not_called_again(
+    bench, why, is_database_only
+):
+    # Given
+    calls = []
+
+    def write(job):
+        calls.append(job)
+        Entry.objects.create(job=job)
+        if job == "asked":
+            (call,) = bench.watch.calls
+            call.context.abort(why)
+            connection.connection.close()
+            raise HandlerTimeout("interrupted")
+
+    handler = as_job(write, "bench.asked", database_only=is_database_only, max_attempts=5)
+    handler.enqueue_many([{"job": job} for job in ("before", "asked", "after")])
+    # When
+    bench.run()
+    # Then
+    assert calls.count("asked") == 1
+    assert entries() == {"before": 1, "after": 1}
 
 
 # --- What a worker that died has left -------------------------------------------------------------
