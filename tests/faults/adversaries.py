@@ -54,6 +54,7 @@ for _kind, _options in (("atomic", {}), ("database-only", {"database_only": True
     for _name, _table, _way in (
         ("commits", COMMITS, "commit"),
         ("script", COMMITS, "script with a transaction"),
+        ("closes", COMMITS, "commit past Django and close"),
         ("rolls-back", UNDOES, "rollback"),
     ):
         scenario(f"adversary-{_kind}-{_name}")(partial(_act, table=_table, way=_way, **_options))
