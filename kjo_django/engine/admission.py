@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -19,7 +18,6 @@ from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
 from kjo_django.workflows.step_context import contexts
 
-logger = logging.getLogger("kjo_django")
 _OPEN = frozenset(state.value for state in states.OPEN)
 
 

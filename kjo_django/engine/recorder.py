@@ -99,17 +99,21 @@ def _is_judged_by_row(attempt: Attempt) -> bool:
 def _record_committed(
     runtime: Runtime, completed: Sequence[Attempt], receiver: Receiver | None
 ) -> None:
-    """Commit the rows of completions; one that was cancelled meanwhile stays so."""
+    """Commit the rows of completions. One that was cancelled meanwhile stays so, and is announced
+    as no completion."""
     store = runtime.store
+    for attempt in completed:  # as before an earlier try, which was undone
+        attempt.ending, attempt.reason = Ending.COMPLETED, ""
     with recording(store) as recorded:
         store.take_write_lock()
         rows = store.job_rows([a.row.id_text for a in completed if a.row is not None], lock=True)
-        still_open = [
-            attempt
-            for attempt in completed
-            if attempt.row is None
-            or ((row := rows.get(attempt.row.id_text)) and not why_skip(attempt.delivery, row))
-        ]
+        still_open = []
+        for attempt in completed:
+            row = None if attempt.row is None else rows.get(attempt.row.id_text)
+            if attempt.row is None or (row is not None and not why_skip(attempt.delivery, row)):
+                still_open.append(attempt)
+            elif row is None or row.state != JobState.COMPLETED:
+                attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
         acknowledge_within(completed)
         complete(runtime, still_open, receiver=receiver)
         recorded += completed

@@ -20,6 +20,7 @@ from kjo_django.engine.handler.connections import answers, sever
 from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.operations import jobs as operations
 from kjo_django.store import store_for
 from kjo_django.testing import drain
 from tests.adversaries import COMMITS, NOTHING, UNDOES, UNSEEN, executing
@@ -499,6 +500,39 @@ def test_what_is_committed_and_cannot_be_recorded_is_a_dead_letter_and_not_tried
     assert entries() == {"before 0": 1, "guilty": 1}
     assert states() == ["failed", "failed"]
     assert "refused" in DeadLetter.objects.get(handler="ledger.write").error
+
+
+@every_database
+def test_what_is_cancelled_between_the_commit_and_its_record_is_announced_as_no_completion(
+    bench, hear
+):
+    """As it may be where the leases of the group have lapsed: a COMMIT frees its rows, too."""
+    # Given
+    completed, deliveries = hear("job_completed"), []
+
+    def cancel():
+        try:
+            bench.leases.release([delivery.lease for delivery in deliveries])
+            operations.cancel(Job.objects.filter(handler="ledger.write"))
+        finally:
+            connections.close_all()
+
+    def commit_and_wait():
+        commit()
+        cancelling = threading.Thread(target=cancel)
+        cancelling.start()
+        cancelling.join(WAIT)
+
+    guilty = as_job(writing_and(commit_and_wait), "bench.guilty")
+    enqueue_beside(guilty, 1, 0)
+    deliveries += bench.poll()
+    # When
+    bench.run(deliveries)
+    # Then its row, its ending and the signals agree
+    assert states() == ["cancelled", "failed"]
+    assert sorted(bench.results, key=str) == [Ending.DEAD, Ending.SKIPPED]
+    assert not completed
+    assert settled(bench)
 
 
 @every_database
