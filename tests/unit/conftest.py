@@ -9,6 +9,7 @@ import pytest
 
 from kjo_django import conf, registry
 from tests.declarations import forgetting
+from tests.faults.clock import Clock
 
 
 @pytest.fixture
@@ -32,3 +33,12 @@ def forgotten_definitions() -> Iterator[None]:
     """Handlers, routes and queues that a test defines are forgotten after it."""
     with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
         yield
+
+
+@pytest.fixture
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time passes when the test says so. What is asked of a database once in a while is asked, or
+    not, by decision: who counts statements names this fixture before the worker's."""
+    clock = Clock(stands=True)
+    clock.install(monkeypatch)
+    return clock

@@ -71,7 +71,7 @@ def queries_of(bench: Bench, count: int, definition=ledger.no_op, **payload: obj
     return executed
 
 
-def test_the_number_of_queries_does_not_grow_with_the_group(bench, real_database):
+def test_the_number_of_queries_does_not_grow_with_the_group(standing_clock, bench, real_database):
     # Given: whatever is asked once in a while has been asked
     queries_of(bench, 1)
     # When
@@ -84,7 +84,9 @@ def test_the_number_of_queries_does_not_grow_with_the_group(bench, real_database
     assert not [sql for sql in many if "SAVEPOINT" in sql], "no handler wrote anything"
 
 
-def test_a_writing_handler_costs_its_own_statements_and_one_savepoint(bench, real_database):
+def test_a_writing_handler_costs_its_own_statements_and_one_savepoint(
+    standing_clock, bench, real_database
+):
     queries_of(bench, 1)
     idle = len(queries_of(bench, 10))
     writing = queries_of(bench, 10, ledger.write, job="a")
