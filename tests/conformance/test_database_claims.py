@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -20,8 +19,13 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
+from kjo_django.transports.database.subscription import (
+    URGENT_INTERVAL,
+    DatabaseSubscription,
+    key_hash,
+)
 from kjo_django.transports.database.transport import forget_groups
+from tests.clocks import SetClock
 
 
 @pytest.fixture(
@@ -39,6 +43,13 @@ def alias(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def transport(alias: str) -> DatabaseTransport:
     return DatabaseTransport("test", {"DATABASE": alias})
+
+
+@pytest.fixture
+def clock(transport: DatabaseTransport) -> SetClock:
+    """Time passes for this transport, and for who subscribes to it, when the test says so."""
+    transport.clock = SetClock()
+    return transport.clock
 
 
 Subscribe = Callable[..., DatabaseSubscription]
@@ -128,13 +139,16 @@ def test_one_key_on_two_topics_is_two_keys(
 
 
 def test_a_delayed_record_does_not_hold_up_its_key(
-    transport: DatabaseTransport, subscribe: Subscribe
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:
-    publish(transport, "a1", available_at=timezone.now() + timedelta(seconds=1))
+    publish(transport, "a1", available_at=clock.now() + timedelta(seconds=1))
     publish(transport, "a2")
     subscription = subscribe()
-    assert texts(subscription.poll(10, 0.2)) == ["a2"]
-    assert texts(subscription.poll(10, 3)) == ["a1"]
+    assert texts(subscription.poll(10, 0)) == ["a2"]
+    clock.advance(0.5)
+    assert texts(subscription.poll(10, 0)) == []
+    clock.advance(0.5)
+    assert texts(subscription.poll(10, 0)) == ["a1"]
 
 
 def test_equal_hashes_are_all_that_keys_are_compared_by() -> None:
@@ -201,7 +215,7 @@ def test_a_share_that_another_topic_leaves_is_claimed_by_priority(
 
 
 def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
-    transport: DatabaseTransport, subscribe: Subscribe
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:
     # Given a consumer full of low rows
     publish(transport, *[f"x{number}" for number in range(20)], priority=-5)
@@ -213,14 +227,17 @@ def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
     publish(transport, "n0")
     publish(transport, *[f"u{number}" for number in range(10)], priority=50)
     # Then at most so many come, at most a few times a second
-    found: list[Record] = []
-    eventually(lambda: found.extend(subscription.poll_urgent(["t"], 8)) or found)
-    assert texts(found) == [f"u{number}" for number in range(8)]
     assert subscription.poll_urgent(["t"], 8) == []
-    eventually(lambda: found.extend(subscription.poll_urgent(["t"], 8)) or len(found) > 8)
-    assert texts(found)[8:] == ["u8", "u9", "n0"]
+    clock.advance(1.1 * URGENT_INTERVAL)
+    first = subscription.poll_urgent(["t"], 8)
+    assert texts(first) == [f"u{number}" for number in range(8)]
+    clock.advance(0.9 * URGENT_INTERVAL)
+    assert subscription.poll_urgent(["t"], 8) == []
+    clock.advance(0.2 * URGENT_INTERVAL)
+    second = subscription.poll_urgent(["t"], 8)
+    assert texts(second) == ["u8", "u9", "n0"]
     # And they are held and acknowledged like all others
-    subscription.acknowledge(found)
+    subscription.acknowledge(first + second)
     subscription.flush()
     assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 20}
 
@@ -228,26 +245,28 @@ def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
 # --- Leases ---------------------------------------------------------------------------------------
 
 
-def test_polling_renews_leases(transport: DatabaseTransport, subscribe: Subscribe) -> None:
+def test_polling_renews_leases(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
     """KJO-F11 for records: slow work stays with who does it, as long as it polls."""
     first = subscribe(lease=timedelta(seconds=0.9))
     publish(transport, "a1")
     (taken,) = first.poll(10, 1)
     second = subscribe()
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        assert first.poll(0, 0.1) == []
+    for _ in range(20):
+        clock.advance(0.1)
+        assert first.poll(0, 0) == []
         assert second.poll(10, 0) == []
     first.acknowledge([taken])
 
 
 def test_a_frozen_owner_loses_its_rows_and_its_late_acknowledgement(
-    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
 ) -> None:
     frozen = subscribe(lease=timedelta(seconds=0.3))
     publish(transport, "a1", "a2")
     stale = frozen.poll(10, 1)
-    time.sleep(0.4)
+    clock.advance(0.3)
     second = subscribe()
     assert texts(second.poll(10, 1)) == ["a1", "a2"]
 
@@ -261,12 +280,12 @@ def test_a_frozen_owner_loses_its_rows_and_its_late_acknowledgement(
 
 
 def test_a_frozen_owner_that_nobody_replaced_goes_on(
-    transport: DatabaseTransport, subscribe: Subscribe
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:
     frozen = subscribe(lease=timedelta(seconds=0.3))
     publish(transport, "a1")
     (record,) = frozen.poll(10, 1)
-    time.sleep(0.4)
+    clock.advance(0.3)
     assert frozen.poll(10, 0.1) == [], "its own record twice, while it works on it"
     frozen.acknowledge([record])
     frozen.flush()
@@ -332,7 +351,11 @@ def test_what_could_not_be_handed_back_is_later(
 
 
 def test_rows_renewed_during_a_claim_are_left_alone(
-    transport: DatabaseTransport, subscribe: Subscribe, alias: str, monkeypatch: Any
+    transport: DatabaseTransport,
+    subscribe: Subscribe,
+    alias: str,
+    clock: SetClock,
+    monkeypatch: Any,
 ) -> None:
     """The claim sees an expired lease, its owner renews it, the claim takes nothing at all: a2
     alone would overtake a1."""
@@ -340,13 +363,13 @@ def test_rows_renewed_during_a_claim_are_left_alone(
     publish(transport, "a1")
     first.poll(10, 1)
     publish(transport, "a2")
-    time.sleep(0.3)
+    clock.advance(0.2)
     rows = TransportMessage.objects.using(alias)
     choose = DatabaseSubscription._choose
 
     def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
         rows_chosen = choose(self, *arguments)
-        rows.filter(value=b"a1").update(lease_expires_at=timezone.now() + timedelta(minutes=1))
+        rows.filter(value=b"a1").update(lease_expires_at=clock.now() + timedelta(minutes=1))
         return rows_chosen
 
     with monkeypatch.context() as patched:

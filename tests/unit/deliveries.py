@@ -16,7 +16,6 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.group import Pipeline
@@ -31,6 +30,7 @@ from kjo_django.registry import HandlerOptions
 from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
+from tests.clocks import SetClock
 from tests.ledger.models import Entry
 
 MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
@@ -192,15 +192,6 @@ def benched(settings: Any, monkeypatch: Any) -> Iterator[Bench]:
     finally:
         bench.pipeline.close(10)
         bench.close()
-
-
-class SetClock(Clock):
-    """A clock that stands still until a test sets it on."""
-
-    seconds = 1000.0
-
-    def monotonic(self) -> float:
-        return self.seconds
 
 
 @contextmanager

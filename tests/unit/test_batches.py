@@ -103,7 +103,7 @@ def test_one_call_completes_each_job(bench, transport, is_atomic, is_async):
     assert bench.lag() == 0
 
 
-def test_a_batch_costs_no_more_queries_than_one_job(bench):
+def test_a_batch_costs_no_more_queries_than_one_job(standing_clock, bench):
     index = Index(size=100)
 
     def queries_of(count: int) -> int:

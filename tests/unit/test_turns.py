@@ -102,7 +102,7 @@ def refusing_to_record(monkeypatch, error, is_refused=lambda attempt: True):
 # --- Together -------------------------------------------------------------------------------------
 
 
-def test_the_number_of_queries_does_not_grow_with_the_group(make_bench):
+def test_the_number_of_queries_does_not_grow_with_the_group(standing_clock, make_bench):
     bench = make_bench(AMPLE)
     ran = []
     job = as_job(noting(ran), "bench.note", atomic=False)

@@ -153,7 +153,7 @@ def of_workflows(taken: list[str]) -> list[str]:
 
 
 @pytest.mark.postgres
-@pytest.mark.usefixtures("_on_postgres")
+@pytest.mark.usefixtures("standing_clock", "_on_postgres")
 def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: Steps) -> None:
     # Given what as many plain jobs take
     bench = Bench("flows")
