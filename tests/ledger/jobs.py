@@ -196,6 +196,13 @@ def wait_for(context, job: str, path: str) -> dict:
     return {"pid": os.getpid(), "attempt": context.attempt}
 
 
+@job(queue="ledger", key="key")
+def wait_for_keyed(job: str, key: str, path: str) -> None:
+    """Add an entry in the order of the key, having waited as ``wait_for`` does."""
+    _wait_for_file(path)
+    Entry.objects.create(job=job, note=key)
+
+
 @job(queue="ledger")
 def write_and_signal(job: str, number: int) -> None:
     """Add an entry, and send this process a signal when that is committed, before its worker has
