@@ -129,10 +129,20 @@ class LeaseBook:
         with self._lock:
             for (lease, _, _), slot in zip(asks, slots, strict=True):
                 if slot:
+                    if slot in self._held:
+                        self._note_lost(slot)
                     self._held[slot] = (ttl, 1)
                     self._slots.setdefault(lease, []).append(slot)
             self._unreleased.difference_update(slots)
         return [bool(slot) for slot in slots]
+
+    def _note_lost(self, slot: str) -> None:
+        """Note that a slot is no longer that of the delivery it was taken for: the worker was
+        thought dead meanwhile. Who has it now must not lose it with the end of that delivery; the
+        caller holds the lock."""
+        for slots in self._slots.values():
+            if slot in slots:
+                slots.remove(slot)
 
     def _sign(self) -> tuple[str, str] | None:
         """Return what a server must know of this worker, unless it has lost its data."""

@@ -25,8 +25,6 @@ from tests.services import RedisServer
 pytestmark = pytest.mark.timeout(240)
 SECONDS = 10.0
 """How long a rate is watched."""
-INTERRUPTED = 0.5
-"""Seconds after which a run of a worker that was frozen would have been interrupted."""
 every_engine = pytest.mark.parametrize(
     "engine_name",
     [
@@ -109,19 +107,21 @@ def runs_of(path: Path, lost: dict[int, float]) -> list[tuple[float, float]]:
     """Return when the runs began and ended; those that a lost worker had begun ended with that.
 
     One that was about to call its handler when its worker was frozen does so at the thaw, and is
-    interrupted some milliseconds later (decision 178): it is left out.
+    interrupted soon (decision 178): it is left out.
     """
-    begun: dict[int, list[float]] = {}
+    begun: dict[tuple[int, str], float] = {}
     runs = []
     for moment in moments_in(path):
-        if moment.what.endswith("start"):
-            begun.setdefault(moment.pid, []).append(moment.at)
+        run, what = moment.what.rsplit(" ", 1)
+        if what == "start":
+            begun[moment.pid, run] = moment.at
             continue
-        start, end, lost_at = begun[moment.pid].pop(0), moment.at, lost.get(moment.pid)
-        if lost_at is None or start < lost_at or end - start > INTERRUPTED:
-            runs.append((start, end if lost_at is None or start >= lost_at else lost_at))
-    for pid, left in begun.items():
-        runs += [(start, lost.get(pid, time.time())) for start in left]
+        start, end, lost_at = begun.pop((moment.pid, run)), moment.at, lost.get(moment.pid)
+        if lost_at is not None and start < lost_at:
+            runs.append((start, min(end, lost_at)))
+        elif lost_at is None or what == "end":
+            runs.append((start, end))
+    runs += [(start, lost.get(pid, time.time())) for (pid, _), start in begun.items()]
     return runs
 
 

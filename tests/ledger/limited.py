@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -35,11 +36,14 @@ def start_rarely(path: str) -> None:
 
 @job(queue="ledger", concurrency=3, concurrency_key="tenant", atomic=False)
 def occupy_slot(tenant: str, path: str, seconds: float) -> None:
-    """Note when it starts and ends."""
-    _note_moment(path, f"{tenant} start")
+    """Note when it starts and ends, or is interrupted."""
+    run = f"{tenant} {threading.get_ident()}"
+    _note_moment(path, f"{run} start")
     try:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(0.01)
-    finally:
-        _note_moment(path, f"{tenant} end")
+    except BaseException:
+        _note_moment(path, f"{run} interrupted")
+        raise
+    _note_moment(path, f"{run} end")
