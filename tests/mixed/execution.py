@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -36,7 +38,7 @@ LANES = "8"
 FEWER_LANES = "5"
 """On SQLite, where a lane mostly waits for others to have written."""
 END = 90.0
-"""Seconds until everything enqueued has come to its end, counted from the last of it."""
+"""Seconds in which nothing more has come to its end, and something is left: it is stuck."""
 MEMORY = "kjo_django.transports.memory.MemoryTransport"
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
 
@@ -399,8 +401,9 @@ def _guarded(stage: Stage, move: Move) -> None:
 
 
 def _await_end(stage: Stage, threads: list[threading.Thread], last: float) -> bool:
-    """Wait until all is enqueued and, twice in a row, nothing is left."""
-    deadline = last + END
+    """Wait until all is enqueued and, twice in a row, nothing is left. Give up when for long
+    nothing more has come to its end, however much of it there was."""
+    deadline, fewest = last + END, sys.maxsize
     in_a_row = 0
     while time.time() < deadline:
         stage.look_after()
@@ -410,7 +413,17 @@ def _await_end(stage: Stage, threads: list[threading.Thread], last: float) -> bo
         in_a_row = in_a_row + 1 if _is_settled(stage.engine) else 0
         if in_a_row == 2:
             return True
+        if (count := _open_count(stage.engine)) < fewest:
+            deadline, fewest = max(deadline, time.time() + END), count
     return False
+
+
+def _open_count(engine: MixedEngine) -> int:
+    """Return how many jobs and messages have not come to their ends."""
+    try:
+        return engine.jobs.filter(state__in=OPEN).count() + engine.lag()
+    except (OperationalError, InterfaceError, KjoError):
+        return sys.maxsize
 
 
 def _left(engine: MixedEngine) -> list[str]:
@@ -443,6 +456,8 @@ DATABASE_ERRORS = [import_path(kind) for kind in (OperationalError, InterfaceErr
 """What a handler meets whose session is ended or whose statement is refused."""
 IN_HANDLER = str(Path("tests", "mixed", "handlers.py"))
 """In the traceback of what a handler itself met, not the worker before or after it."""
+OUTLIVED = re.compile(r"Skipped ([0-9a-f-]{36})(?::\d+)?: its run outlived its lease")
+"""What a worker says of a job that another one has run again meanwhile."""
 
 
 def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
@@ -472,6 +487,8 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
     failed = engine.failures.filter(error_type__in=DATABASE_ERRORS, traceback__contains=IN_HANDLER)
     ids = {str(id) for id in failed.values_list("job_id", flat=True)}
     evidence.failed = {row.name for row in evidence.rows if row.id in ids}
+    outlived = _outlived(engine)
+    evidence.outlived = {row.name for row in evidence.rows if row.id in outlived}
     evidence.items = dict(engine.items.values_list("email", "state"))
     _read_trace(engine, evidence)
     _read_leases(engine, evidence)
@@ -483,6 +500,11 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
         others = engine.messages.filter(topic=names.topic("others", engine.mark))
         evidence.records.update(trace.identity_in(record.value) for record in others)
     return evidence
+
+
+def _outlived(engine: MixedEngine) -> set[str]:
+    """Return the ids of the jobs of which a worker's log says that their runs outlived a lease."""
+    return {id for program in engine.programs for id in OUTLIVED.findall(program.log)}
 
 
 def _count(evidence: invariants.Evidence, word: str, name: str) -> None:

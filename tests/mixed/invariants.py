@@ -86,6 +86,8 @@ class Evidence:
     failed: set[str] = field(default_factory=set)
     """Work whose handler met an error of its database: that attempt failed, though not as planned.
     """
+    outlived: set[str] = field(default_factory=set)
+    """Work of which a worker said that its run had outlived its lease."""
     dead_records: Counter[str] = field(default_factory=Counter)
     """Records found in the topics of dead letters."""
     has_dead_records: bool = False
@@ -227,7 +229,10 @@ def _may_be_uncancelled(evidence: Evidence, work: Work) -> bool:
 
 def _may_repeat(evidence: Evidence, name: str) -> bool:
     """Whether something was done to workers or servers while a handler outside a transaction ran,
-    or soon after: then its entry may be there and its outcome not."""
+    or soon after: then its entry may be there and its outcome not. On SQLite a worker may also wait
+    so long for others to have written that its signs of life are missing; it says so then."""
+    if evidence.engine.is_sqlite and name in evidence.outlived:
+        return True
     begins = evidence.begins.get(name, [])
     ms = evidence.works[name].ms
     return any(
