@@ -64,24 +64,24 @@ def engine(own: Own, template: str, tmp_path: Path, django_db_blocker: Any) -> I
         yield engine
 
 
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
 @pytest.mark.parametrize("name", Own._fields)
-def test_a_server_restarts_under_load(name: str, own: Own, engine: Engine) -> None:
+def test_a_server_restarts_under_load(name: str, kill: bool, own: Own, engine: Engine) -> None:
     # Given a worker under load
     server = getattr(own, name)
     worker = engine.worker("--concurrency", "4")
     with Load(rate=60) as load:
         engine.wait_until(lambda: engine.entries.count() > 30, "The worker never worked")
-        for kill in (True, False):
-            # When the server is killed, or stopped in order, and comes back
-            server.restart(kill=kill)
-            back = len(load.expected)
-            engine.wait_until(lambda back=back: len(load.expected) > back + 20, "No more enqueues")
-            newest = sorted(load.expected, key=lambda job: int(job.split("/")[0][4:]))[-1]
-            # Then what is enqueued afterwards runs
-            engine.wait_until(
-                lambda newest=newest: engine.entries.filter(job=newest).exists(),
-                f"Nothing runs since {name} is back",
-            )
+        # When the server is killed, or stopped in order, and comes back
+        server.restart(kill=kill)
+        back = len(load.expected)
+        engine.wait_until(lambda: len(load.expected) > back + 20, "No more enqueues")
+        newest = sorted(load.expected, key=lambda job: int(job.split("/")[0][4:]))[-1]
+        # Then what is enqueued afterwards runs
+        engine.wait_until(
+            lambda: engine.entries.filter(job=newest).exists(),
+            f"Nothing runs since {name} is back",
+        )
     engine.settle()
     # And it was the same process all the time, and each job has added exactly one entry
     assert worker.stop() == 0, worker.log_tail()
