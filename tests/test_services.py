@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.services import (
     running,
 )
 from tests.services.ports import free_port, is_open
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # starts servers
 
@@ -103,13 +103,6 @@ def waiting_command(
 
 def port_of(url: str) -> int:
     return int(url.rpartition(":")[2].partition("/")[0])
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"did not become true within {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture

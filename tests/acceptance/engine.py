@@ -7,6 +7,7 @@ handler did is read from the ledger: each job adds exactly one entry.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -34,11 +35,10 @@ from tests.acceptance.program import Program
 from tests.ledger.models import Entry
 from tests.settings import cache as cache_settings
 from tests.settings import database as database_settings
+from tests.waiting import PATIENCE, wait_until
 
 ALIAS = "acceptance"
-PATIENCE = 60.0
-"""Seconds until a condition that should hold by now counts as never."""
-POLL = 0.02
+OUTAGES = (OperationalError, InterfaceError, KjoError)
 
 # A crash should cost seconds in a test, not the half minute that suits production.
 QUICK: dict[str, Any] = {
@@ -259,26 +259,27 @@ class Engine:
     # --- Looking ----------------------------------------------------------------------------------
 
     def wait_until(
-        self, condition: Callable[[], Any], complaint: str, timeout: float = PATIENCE
+        self, condition: Callable[[], Any], complaint: str, patience: float = PATIENCE
     ) -> Any:
-        """Return the first true answer. A database that is away means not yet."""
-        deadline = time.monotonic() + timeout
-        while True:
+        """Return the first true answer. A database that is away means not yet.
+
+        :param complaint: what to say when there is none.
+        """
+
+        @functools.wraps(condition)
+        def answer() -> Any:
             try:
-                if answer := condition():
-                    return answer
-                error = ""
-            except (OperationalError, InterfaceError, KjoError) as outage:
-                error = f" ({outage})"
+                return condition()
+            except OUTAGES:
                 with suppress(DatabaseError):
                     connections[ALIAS].close()
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{complaint} within {timeout:g} s{error}")
-            time.sleep(POLL)
+                raise
+
+        return wait_until(answer, complaint, unless=OUTAGES, patience=patience)
 
     def wait_for_moment(self, seconds: float) -> None:
         """Let a random time pass: the moment of a crash, not a synchronisation."""
-        time.sleep(seconds)
+        time.sleep(seconds)  # sleep: so that what follows comes at no moment of its own
 
     @property
     def jobs(self) -> Any:
@@ -311,10 +312,10 @@ class Engine:
         """Whether nothing is left to run, duplicates on the way included."""
         return not self.jobs.filter(state__in=OPEN).exists() and self.lag() == 0
 
-    def settle(self, timeout: float = PATIENCE) -> None:
+    def settle(self, patience: float = PATIENCE) -> None:
         """Wait until nothing is left to run."""
         try:
-            self.wait_until(self.is_settled, "Not everything was settled", timeout)
+            self.wait_until(self.is_settled, "Not everything was settled", patience)
         except AssertionError as error:
             left = list(
                 self.jobs.filter(state__in=OPEN).values_list(
@@ -356,6 +357,6 @@ def raise_if_rows_stay_locked(cursor: Any) -> None:
         return set(cursor.fetchall())
 
     before = locking()
-    time.sleep(0.3)
+    time.sleep(0.3)  # sleep: longer than a transaction of a worker lasts
     if before & locking():
         raise OperationalError("A transaction has locked rows")

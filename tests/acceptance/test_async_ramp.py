@@ -20,7 +20,7 @@ def outcomes_of_calls(engine: Engine) -> Counter[str]:
     port = int(engine.wait_until(lambda: server.log, "The server never listened"))
     jobs.call_server.enqueue_many({"job": f"call {n}", "port": port} for n in range(CALLS))
     engine.worker()
-    engine.settle(timeout=120)
+    engine.settle()
     return Counter(engine.jobs.values_list("state", flat=True))
 
 

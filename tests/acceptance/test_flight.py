@@ -75,7 +75,7 @@ def test_what_was_in_flight_in_a_dead_worker_comes_back_beside_what_is_new(engin
     # Then what is new does not wait for them
     engine.wait_until(engine.jobs.filter(pk=new.job_id, state="completed").exists, "It waited")
     assert engine.jobs.exclude(state="completed").exists()
-    engine.settle(timeout=120)
+    engine.settle()
     assert set(engine.jobs.values_list("state", flat=True)) == {"completed"}
     assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
     # And each of them begins when the one before it has ended, whatever else the lanes do

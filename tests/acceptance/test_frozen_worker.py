@@ -119,7 +119,7 @@ def test_a_frozen_transaction_that_mariadb_ends(mariadb: Engine, tmp_path: Path)
     # When another works
     other = mariadb.worker("--concurrency", "2")
     # Then it completes the job meanwhile
-    mariadb.wait_until(lambda: mariadb.jobs.filter(state="completed").exists(), "It never ran", 30)
+    mariadb.wait_until(lambda: mariadb.jobs.filter(state="completed").exists(), "It never ran")
     assert started(path, other.pid)
     # And what the first one did in its transaction never was
     frozen.thaw()

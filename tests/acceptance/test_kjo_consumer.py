@@ -240,7 +240,7 @@ def test_a_rate_limit_pauses_its_partition_only(engine: ItemEngine) -> None:
     )
     assert time.time() < at + 6
     assert {line[3] for line in engine.calls()} == {limited, *ids} - waiting
-    engine.wait_until(lambda: engine.all_in_state(2), "It never resumed", 20)
+    engine.wait_until(lambda: engine.all_in_state(2), "It never resumed")
     later = [float(line[0]) for line in engine.calls() if line[3] in waiting]
     assert min(later) >= at + 5.8
     assert engine.runs() == dict.fromkeys([limited, *ids], 1)
@@ -258,7 +258,7 @@ def test_a_pause_survives_rebalances(engine: ItemEngine) -> None:
     assert second.stop() == 0
     more = engine.fill(40, body="more")
     send(body="more")
-    engine.wait_until(lambda: engine.all_in_state(2), "A partition stayed paused", 30)
+    engine.wait_until(lambda: engine.all_in_state(2), "A partition stayed paused")
     assert engine.runs() == dict.fromkeys([limited, *ids, *more], 1)
     assert in_partition(ids + more, number)
 

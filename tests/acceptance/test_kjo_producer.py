@@ -172,7 +172,7 @@ def test_a_producer_killed_after_claiming(engine: ItemEngine, raw, topic: str) -
     assert 0 < raw.pttl(claims[0]) <= 3000
     result = ItemProducer().produce_messages({"state": 1}, 100)
     assert (result.sent, result.skipped) == (0, 20)
-    engine.wait_until(lambda: not raw.exists(*claims), "The claims never expired", 10)
+    engine.wait_until(lambda: not raw.exists(*claims), "The claims never expired")
     assert ItemProducer().produce_messages({"state": 1}, 100).item_ids == ids
     assert len(read_all(engine, topic, 20)) == 20
 

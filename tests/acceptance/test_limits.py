@@ -205,7 +205,7 @@ def test_limits_hold_while_redis_is_away_and_after_it_has_lost_its_data(
     engine.wait_for_moment(2)
     redis_of_its_own.start()
     back = time.time()
-    engine.settle(timeout=120)
+    engine.settle()
     # Then all have run, once each, and never more than permitted
     starts = [moment.at for moment in moments_in(starts_path)]
     runs = runs_of(runs_path, {})

@@ -247,7 +247,7 @@ def test_the_primary_is_retired_while_nothing_happens(pair: PostgresPair, engine
     connections[ALIAS].close()
     jobs.write.enqueue(job="after")
     # Then it is found
-    engine.wait_until(lambda: engine.entries.filter(job="after").exists(), "Nobody finds it", 20)
+    engine.wait_until(lambda: engine.entries.filter(job="after").exists(), "Nobody finds it")
     engine.settle()
     for program in programs:
         assert program.stop() == 0, program.log_tail()

@@ -128,7 +128,7 @@ def test_a_long_job_does_not_hold_up_the_relay(real: Engine) -> None:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(enqueue_elsewhere, ["a", "b", "c"]).result()
         # Then they are published, once, and so was the first
-        real.wait_until(lambda: real.lag() == 4, "The relay waits for the job that runs", 15)
+        real.wait_until(lambda: real.lag() == 4, "The relay waits for the job that runs")
         real.wait_for_moment(1.5)  # the time of several looks at what is due
         assert real.lag() == 4
     # And what could not be noted is noted when the lock is gone

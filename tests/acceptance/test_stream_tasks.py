@@ -93,7 +93,7 @@ def test_a_task_runs_while_the_relay_cannot_note_that_it_was_sent(tasks: Engine)
         # When it is sent and read
         worker_of(tasks)
         # Then it runs
-        tasks.wait_until(lambda: tasks.ledger() == {"held": 1}, "The task never ran", 30)
+        tasks.wait_until(lambda: tasks.ledger() == {"held": 1}, "The task never ran")
         assert tasks.jobs.get(pk=id).state == "pending"
     tasks.wait_until(
         lambda: tasks.jobs.get(pk=id).state == "completed", "The row was never noted as sent"

@@ -47,5 +47,5 @@ def test_a_shell_beside_a_worker(embedded: Engine) -> None:
     command = "from tests.ledger.jobs import write; write.enqueue(job='from the shell')"
     shell = embedded.manage("shell", "-c", command)
     assert shell.wait() == 0, shell.log_tail()
-    embedded.wait_until(lambda: embedded.ledger()["from the shell"], "It never ran", timeout=1)
+    embedded.wait_until(lambda: embedded.ledger()["from the shell"], "It never ran")
     assert worker.stop() == 0

@@ -136,7 +136,7 @@ def drain(engine: Engine, count: int, is_done: Any, kill_every: float = 0.0) -> 
     finished = engine.jobs.filter(state=JobState.COMPLETED)
     before, seconds, kills = finished.count(), 0.0, 0
     began = engine.wait_until(
-        lambda: finished.count() > before and time.monotonic(), "Nothing ends", 120
+        lambda: finished.count() > before and time.monotonic(), "Nothing ends"
     )
     next_kill = began + kill_every
     while not is_done():

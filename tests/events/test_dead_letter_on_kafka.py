@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -23,6 +21,7 @@ from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS
 from tests.unit.deliveries import kafka_at
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.kafka
 WAIT = 40
@@ -95,13 +94,6 @@ def topics(settings, kafka_server) -> Topics:
         "CONCURRENCY": 1,
     }
     return Topics(kafka_server.bootstrap_servers)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "It never happened"
-        time.sleep(0.05)
 
 
 def _is_ensured(queues: list[QueueConf]) -> bool:

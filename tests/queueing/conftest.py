@@ -6,9 +6,7 @@ test has a queue nobody else uses.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +34,6 @@ QUICK: dict[str, Any] = {
     "SHUTDOWN_GRACE": 3,
     "TOPIC_OPTIONS": {"partitions": 1, "replication_factor": 1},
 }
-PATIENCE = 30.0
 
 ENGINES = [
     "memory",
@@ -124,16 +121,6 @@ def make_queue(engine: str) -> Iterator[Callable[..., Queue]]:
 def queue(make_queue: Callable[..., Queue]) -> Queue:
     """A queue of this test."""
     return make_queue()
-
-
-def wait_until(condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:
-    """Return the first true answer."""
-    deadline = time.monotonic() + timeout
-    for pause in itertools.count():
-        if answer := condition():
-            return answer
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(min(0.005 * (pause + 1), 0.05))
 
 
 class Recorder:

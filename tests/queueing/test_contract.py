@@ -22,7 +22,8 @@ from kjo_django.messages.msgpack import MSGPACK
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import DeadLetter, Job
 from kjo_django.patterns.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
-from tests.queueing.conftest import Recorder, wait_until
+from tests.queueing.conftest import Recorder
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 

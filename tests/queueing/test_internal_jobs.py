@@ -19,7 +19,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory
-from tests.queueing.conftest import wait_until
+from tests.waiting import wait_until
 
 FORGED = json.dumps(
     {

@@ -18,8 +18,9 @@ from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.maintenance.prune import Retention, prune
 from kjo_django.operations.topic_replay import TopicReplay
 from kjo_django.runtime import get_transport
-from tests.queueing.conftest import Recorder, wait_until
+from tests.queueing.conftest import Recorder
 from tests.unit.deliveries import KJO, MEMORY, Bench
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 

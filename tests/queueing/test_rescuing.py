@@ -24,7 +24,8 @@ from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.worker.duties import DutyThread, Rescuer
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 from tests.factories import JobFactory, WorkerFactory
-from tests.queueing.conftest import QUICK, wait_until
+from tests.queueing.conftest import QUICK
+from tests.waiting import wait_until
 
 
 def test_a_worker_rescues_jobs_whose_message_is_gone(queue: Queue, settings: Any) -> None:

@@ -30,7 +30,8 @@ from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from kjo_django.runtime import get_coordination
-from tests.queueing.conftest import ENGINES, Recorder, wait_until
+from tests.queueing.conftest import ENGINES, Recorder
+from tests.waiting import wait_until
 
 ONE_HOUR = timedelta(hours=1)
 # Where calls cross processes; that the embedded default polls, the contract shows.

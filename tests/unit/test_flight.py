@@ -28,7 +28,8 @@ from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
 from tests.unit.test_scheduler import delivery, handler
-from tests.unit.workers import WAIT, Running, wait_until
+from tests.unit.workers import WAIT, Running
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 

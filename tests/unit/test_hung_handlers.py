@@ -13,7 +13,8 @@ from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, entries
-from tests.unit.workers import WAIT, Running, wait_until
+from tests.unit.workers import WAIT, Running
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.medium,

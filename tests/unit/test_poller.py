@@ -17,7 +17,7 @@ from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
-from tests.unit.workers import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 

@@ -14,7 +14,8 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job
-from tests.unit.workers import WAIT, Running, wait_until
+from tests.unit.workers import WAIT, Running
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,8 @@ from kjo_django.store.rows import row_of
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
-from tests.unit.workers import WAIT, Running, wait_until
+from tests.unit.workers import WAIT, Running
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.medium,

@@ -39,7 +39,8 @@ from tests.ledger.jobs import (
 )
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
-from tests.unit.workers import WAIT, Running, wait_until
+from tests.unit.workers import WAIT, Running
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 

@@ -133,10 +133,3 @@ class Configure:
             **options,
         }
         topics.create(list(queues))
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.01)

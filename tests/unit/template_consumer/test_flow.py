@@ -18,7 +18,7 @@ from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
-from tests.unit.workers import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.medium,
