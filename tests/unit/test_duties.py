@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -29,6 +28,7 @@ from kjo_django.worker.duties import (
 )
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, Bench, SetClock
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -186,11 +186,11 @@ def test_one_worker_asks_for_each_queue():
     assert watch()._take_leases() == ["LAG:other"]
 
 
-def test_a_broker_that_was_away_is_asked_again_as_soon_as_ever(monkeypatch):
+def test_a_broker_that_was_away_is_asked_again_as_soon_as_ever(standing_clock, monkeypatch):
     """It lets an answer wait for half a minute: the charts would stay empty for ten more."""
 
     def away(topics, group):
-        time.sleep(1)
+        standing_clock.advance(30)
         raise PublishError("no broker")
 
     monkeypatch.setattr(get_transport(), "lag", away)
@@ -215,14 +215,14 @@ def test_a_transport_that_is_away_is_asked_once_and_nothing_breaks(monkeypatch):
     assert lags() == {}
 
 
-def test_a_slow_answer_is_asked_for_less_often(monkeypatch, settings):
+def test_a_slow_answer_is_asked_for_less_often(standing_clock, monkeypatch, settings):
     settings.KJO = {**KJO, "HEARTBEAT_INTERVAL": 5}
     slow = watch()
     assert slow.pause == 15
     monkeypatch.setattr(LagRecorder, "ASKING_SHARE", 1000)
 
     def answer_slowly(topics, group):
-        time.sleep(0.06)
+        standing_clock.advance(0.06)
         return {}
 
     monkeypatch.setattr(get_transport(), "lag", answer_slowly)
@@ -254,9 +254,8 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     thread = listening(poller)
     thread.start()
     # When
-    deadline = time.monotonic() + 10
-    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
-        wake(current_runtime(), topic_channel("a"))  # again: it may not have listened yet
+    # ... again and again: it may not have listened yet
+    wait_until(lambda: wake(current_runtime(), topic_channel("a")) or poller.woken.wait(0.02))
     # Then
     assert poller.woken.is_set()
     thread.stop()
@@ -275,9 +274,7 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(
     thread = listening(poller)
     # When
     thread.start()
-    deadline = time.monotonic() + 10
-    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
-        wake(current_runtime(), topic_channel("a"))
+    wait_until(lambda: wake(current_runtime(), topic_channel("a")) or poller.woken.wait(0.02))
     # Then
     assert poller.woken.is_set()
     thread.stop()

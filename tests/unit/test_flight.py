@@ -124,7 +124,7 @@ def test_starts_that_take_long_hold_up_none_that_runs(configured):
 
     async def make_a_client_and_ask(number):
         began = time.monotonic()
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleep: keeps the loop busy, as work of a processor does
         await asyncio.sleep(0)  # the answer is there
         moments.append(time.monotonic() - began)
 
@@ -284,9 +284,7 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
     async def exit_beside_the_next() -> None:
         is_flying.set()
         flight = running.worker._pipeline._loop
-        end = time.monotonic() + WAIT
-        while not flight._waiting and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: flight._waiting)
         # Both come in the loop's next turn, the boarding first
         flight._wake.set()
         asyncio.get_running_loop().call_soon(sys.exit, 3)
@@ -668,7 +666,7 @@ def test_a_block_that_is_left_is_nobodys_fault(configured):
 
     def write(name) -> None:
         with transaction.atomic():
-            time.sleep(0.02)
+            time.sleep(0.02)  # sleep: so that others end within this block
             Entry.objects.create(job=name)
 
     async def handle(name):

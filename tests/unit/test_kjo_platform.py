@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.clients import KafkaOptions
-from tests.unit.deliveries import SetClock, Silent
+from tests.clocks import SetClock
+from tests.unit.deliveries import Silent
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
@@ -79,7 +79,8 @@ class Subscription(Silent):
 
 def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     """KJO-76: when the partition comes back it is not paused for ever."""
-    lanes = GroupScheduler(1, group_size=1, budget=1.0)
+    clock = SetClock()
+    lanes = GroupScheduler(1, group_size=1, budget=1.0, clock=clock)
     poller = Poller(current_runtime(), None, "group", [], lanes, max_outstanding=1)
     subscription, partition = Subscription(), TopicPartition("emails", 3)
     subscription.assigned = [partition]
@@ -88,7 +89,7 @@ def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     assert subscription.paused == {partition}
     # Revoked; the pause ends; assigned again
     subscription.assigned = []
-    time.sleep(0.06)
+    clock.advance(0.06)
     poller._pause_and_plan(subscription)
     subscription.assigned = [partition]
     poller._pause_and_plan(subscription)

@@ -29,6 +29,7 @@ from kjo_django.testing import perform
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries
 from tests.unit.test_docs import FENCE
+from tests.waiting import wait_until
 
 PLACE = "tests.unit.test_middleware"
 seen: list[object] = []
@@ -90,9 +91,8 @@ def forgiving(call_next):
 
 def sleeping(call_next):
     def middleware(context):
-        while not context.aborted:
-            time.sleep(0.001)
-        time.sleep(0.001)
+        wait_until(lambda: context.aborted)
+        time.sleep(0.001)  # sleep: lets the watch raise what it has announced
         return call_next(context)
 
     return middleware

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import subprocess
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import yaml
 from kjo_django.contrib.prometheus.exposition import collect, render
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.operations.monitoring.health import Thresholds
+from tests.waiting import wait_until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING_FILES = DOCS / "monitoring"
@@ -232,13 +232,7 @@ def sentinel(redis_server, tmp_path):
     )
     try:
         client = redis.Redis(port=port)
-        for _ in range(200):
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert process.poll() is None
-                time.sleep(0.05)
+        wait_until(client.ping, "the server answers", process.poll, unless=(redis.ConnectionError,))
         client.close()
         yield port
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -22,11 +21,9 @@ def test_the_answer_is_returned_and_an_error_raised():
 
 def test_who_hangs_is_not_waited_for():
     hangs = threading.Event()
-    started = time.monotonic()
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
-            answer_within(0.05, lambda: hangs.wait(60))
-        assert time.monotonic() - started < 30
+            answer_within(0.05, hangs.wait)
     finally:
         hangs.set()
 

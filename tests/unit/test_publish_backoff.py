@@ -125,7 +125,7 @@ def test_a_silent_coordination_is_not_waited_for_batch_after_batch(relay, monkey
 
     def hang(names: object, token: str, ttl: object) -> None:
         asked.append(names)
-        time.sleep(0.15)
+        time.sleep(0.15)  # sleep: a server that answers nothing until the caller gives up
         raise CoordinationError("timed out")
 
     monkeypatch.setattr(get_coordination(), "claim", hang)

@@ -431,7 +431,7 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
         relay.step()
         if published().count(b'{"job":"first"}') == 2:
             break
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: until the next of a hundred turns
     # Then
     assert published().count(b'{"job":"first"}') == 2
 
@@ -1024,9 +1024,9 @@ def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
         # When a lease has ended three times over
         ended = time.monotonic() + 3 * lifetime.total_seconds()
         # Then it has been the same relay's all the time
-        while time.monotonic() < ended:
+        while time.monotonic() < ended:  # timed loop: nothing else tells that a lease would be over
             assert get_coordination().holders([lease_of("ledger")]) == {lease_of("ledger"): token}
-            time.sleep(0.05)
+            time.sleep(0.05)  # sleep: until the next look
         may_end.set()
         assert eventually(lambda: jobs()[0].state == "queued")
 
@@ -1064,7 +1064,7 @@ def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, 
         first = pool.submit(produce_once)
         assert begun.wait(20)
         second = pool.submit(produce_once)
-        time.sleep(0.5)
+        time.sleep(0.5)  # sleep: a chance to publish for the one that must not
         may_end.set()
         told = [first.result(60), second.result(60)]
     # Then

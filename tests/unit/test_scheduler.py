@@ -22,6 +22,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.unit.deliveries import Silent
+from tests.waiting import wait_until
 
 SUBSCRIPTION = Silent()
 _offsets = itertools.count()
@@ -266,12 +267,10 @@ def test_a_lane_is_woken_only_while_something_is_left():
     threads = [threading.Thread(target=lambda: groups.append(lanes.take())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while len(lanes._startable._waiters) < 2:  # type: ignore[attr-defined]
-        time.sleep(0.001)
+    wait_until(lambda: len(lanes._startable._waiters) == 2)
     # When ten quick jobs come together
     lanes.put(delivery(str(n)) for n in range(10))
-    while not groups:
-        time.sleep(0.001)
+    wait_until(lambda: groups)
     # Then the second lane goes on waiting
     assert len(groups[0].deliveries) == 10
     assert len(lanes._startable._waiters) == 1  # type: ignore[attr-defined]
@@ -419,8 +418,7 @@ def test_what_falls_due_is_taken_although_the_lane_that_put_it_off_runs_on():
     taken: list[Group | None] = []
     thread = threading.Thread(target=lambda: taken.append(lanes.take()), daemon=True)
     thread.start()
-    while not lanes._startable._waiters:  # type: ignore[attr-defined]
-        time.sleep(0.001)
+    wait_until(lambda: lanes._startable._waiters)
     # When: the first puts off what it had, and goes on with something else that never ends
     lanes.finish(first, first.deliveries, delay=0.2)
     other = delivery("b")

@@ -14,7 +14,6 @@ import shlex
 import sys
 import textwrap
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.declarations import forgetting
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
 
@@ -175,10 +175,14 @@ def working() -> Iterator[None]:
 
 
 def wait_until_idle() -> None:
-    end = time.monotonic() + PATIENCE
-    while list(due := Job.objects.open().filter(available_at__lte=timezone.now())):
-        assert time.monotonic() < end, list(due.values_list("handler", "state", "error"))
-        time.sleep(0.05)
+    def due() -> Any:
+        return Job.objects.open().filter(available_at__lte=timezone.now())
+
+    wait_until(
+        lambda: not due().exists(),
+        "nothing is left that is due",
+        lambda: list(due().values_list("handler", "state", "error")),
+    )
 
 
 @pytest.fixture

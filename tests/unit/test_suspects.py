@@ -26,6 +26,7 @@ from kjo_django.operations.dead_letters import Reprocessor
 from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -173,13 +174,10 @@ def test_a_long_job_of_another_lane_keeps_none_of_them_waiting_nor_anybody_else(
     )
     deliveries = bench.poll()
     left_by_the_dead(deliveries[::2])
-    started = time.monotonic()
     run_all(bench, deliveries)
-    took = time.monotonic() - started
     # Then all of them have run beside it
     assert sorted(ran) == list(range(9))
-    assert took < 30
-    assert not go_on.is_set()
+    assert lane.thread.is_alive()
     go_on.set()
     assert lane.join() == []
 
@@ -212,10 +210,7 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
     assert (sorted(ran), scheduler.waiting) == ([2, 3], 2)
     # And run when the first has ended; none has been counted for that
     go_on.set()
-    until = time.monotonic() + WAIT
-    while scheduler.outstanding:
-        assert time.monotonic() < until, "they never end"
-        scheduler.wait_for(None, 0.1)
+    wait_until(lambda: scheduler.wait_for(None, 0.1) or not scheduler.outstanding)
     scheduler.stop()
     lanes.threads[0].join(WAIT)
     assert sorted(ran) == list(range(4))
@@ -232,7 +227,7 @@ def test_they_run_back_to_back(bench):
     lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
 
     def note(n):
-        time.sleep(1.1 * budget)
+        time.sleep(1.1 * budget)  # sleep: longer than a group may run
         ran.append(n)
 
     as_job(note).enqueue_many([{"n": n} for n in range(5)])

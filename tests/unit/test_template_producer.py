@@ -265,12 +265,12 @@ def test_changed_content_is_sent_again():
     assert source.produce_messages({}, 10).sent == 0
 
 
-def test_after_the_ttl_it_is_sent_again():
+def test_after_the_ttl_it_is_sent_again(standing_clock):
     """KJO-29."""
     source = Source(items(1), sent_ttl=0.2)
     source.produce_messages({}, 1)
     assert source.produce_messages({}, 1).sent == 0
-    time.sleep(0.25)
+    standing_clock.advance(0.25)
     assert source.produce_messages({}, 1).sent == 1
 
 
@@ -322,14 +322,14 @@ def test_a_source_that_ignores_the_exclusion_does_not_loop():
     assert "2" not in ids()
 
 
-def test_an_item_another_producer_claimed_is_left_to_it():
+def test_an_item_another_producer_claimed_is_left_to_it(standing_clock):
     """KJO-34, KJO-F2."""
     get_coordination().claim(["PROD:SOURCE:1"], "another", timedelta(seconds=0.3))
     source = Source(items(2))
     result = source.produce_messages({}, 10)
     assert (result.item_ids, result.skipped) == (["2"], 1)
     # Its producer died: after the claim's time they are anybody's.
-    time.sleep(0.35)
+    standing_clock.advance(0.35)
     assert source.produce_messages({}, 10).item_ids == ["1"]
 
 

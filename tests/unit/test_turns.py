@@ -221,7 +221,7 @@ def test_what_has_run_is_recorded_before_another_starts_when_it_took_a_part_of_t
     def look(number):
         seen.append(completed())
         if number == 1:
-            time.sleep(SHORT * 1.1)
+            time.sleep(SHORT * 1.1)  # sleep: uses up a part of the budget
 
     as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(4)])
     # When
@@ -320,7 +320,7 @@ def test_a_claim_is_good_for_the_budget_only(make_bench):
         ran.append(number)
         others = Job.objects.order_by("id")[1:3]
         assert transition("cancel", Job.objects.filter(pk__in=[job.pk for job in others])) == 2
-        time.sleep(SHORT)
+        time.sleep(SHORT)  # sleep: uses up the budget
 
     def note(number):
         ran.append(number)
@@ -352,7 +352,7 @@ def test_of_handlers_slower_than_thought_no_more_are_admitted_than_the_budget_al
 
     def linger(number):
         ran.append(number)
-        time.sleep(0.6 * SHORT)
+        time.sleep(0.6 * SHORT)  # sleep: uses up a part of the budget
 
     as_job(linger, atomic=False).enqueue_many([{"number": number} for number in range(7)])
     # When

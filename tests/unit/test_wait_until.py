@@ -29,7 +29,7 @@ def test_errors_that_mean_not_yet_are_told() -> None:
     def ask() -> bool:
         raise ConnectionError("it is away")
 
-    with pytest.raises(AssertionError, match="ask.*\n*.*it is away"):
+    with pytest.raises(AssertionError, match="it is away"):
         wait_until(ask, patience=0, unless=(OSError,))
     with pytest.raises(ConnectionError):
         wait_until(ask, patience=0)

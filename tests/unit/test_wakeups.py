@@ -81,14 +81,14 @@ def test_waiters_are_called_by_names_that_could_be_theirs(monkeypatch, name):
     assert called == ([f"{REPLY_CHANNELS}1"] if name == "1" else [])
 
 
-def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(monkeypatch):
+def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(standing_clock, monkeypatch):
     """A Redis that answers nothing would cost every request that enqueues its whole timeout."""
     # Given a server that takes its time to fail
     asked: list[str] = []
 
     def fail_slowly(channel: str) -> None:
         asked.append(channel)
-        time.sleep(0.15)
+        standing_clock.advance(0.15)
         raise CoordinationError("Timeout reading from socket")
 
     monkeypatch.setattr(get_coordination(), "notify", fail_slowly)
@@ -98,7 +98,7 @@ def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(monkeypatch):
     # Then only the first one waited
     assert asked == ["a"]
     # And when it has rested it is called again
-    time.sleep(0.5)
+    standing_clock.advance(0.5)
     monkeypatch.setattr(get_coordination(), "notify", asked.append)
     wake(current_runtime(), "b")
     wake(current_runtime(), "c")

@@ -243,8 +243,7 @@ def test_a_job_that_minds_its_abort_flag_ends_with_the_worker(settings):
 
     def mind(context):
         started.set()
-        while not context.aborted:
-            time.sleep(0.01)
+        wait_until(lambda: context.aborted)
 
     as_job(mind, takes_context=True).enqueue()
     with Running() as running:
@@ -452,7 +451,7 @@ def test_a_pause_is_obeyed_and_its_end_too():
     with Running():
         wait_until(lambda: WorkerRow.objects.exists())
         write.enqueue(job="a")
-        time.sleep(0.5)
+        time.sleep(0.5)  # sleep: a chance to run for the job that must not
         assert not Entry.objects.exists()
         QueueControl.objects.update(is_paused=False)
         wait_until(lambda: Entry.objects.exists())

@@ -71,7 +71,7 @@ class Noting(Running):
             if waits:
                 self.release.wait(waits)
             elif seconds:
-                time.sleep(seconds)
+                time.sleep(seconds)  # sleep: as long as the test wants the job to take
 
         self.jobs = {
             queue: job(name=f"work.{queue}", queue=queue, atomic=False)(work) for queue in queues
