@@ -1,0 +1,177 @@
+"""What in the source of a test makes its verdict depend on how quick the machine is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
+"""Functions of the module ``time`` that tell the real time."""
+SLEEP_REASON = re.compile(r"#\s*sleep: \S")
+"""Ends the line of a sleep, and says what it is for."""
+LOOP_REASON = re.compile(r"#\s*timed loop: \S")
+"""Ends the line of a loop that looks at the clock, and says why it is no wait for a state."""
+ELAPSED = (
+    "asserts that little real time has passed: set a clock, wait for an event, or mark it long"
+)
+SLEEP = "sleeps: wait for what it is about, or end the line with '# sleep: ' and the reason"
+LOOP = "waits in a loop of its own: tests.waiting.wait_until, or '# timed loop: ' and the reason"
+
+
+class Finding(NamedTuple):
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} {self.problem}"
+
+
+def findings(source: str) -> list[Finding]:
+    """Return what is wrong with the source of a module of the tests."""
+    return sorted(_Module(source).findings())
+
+
+class _Module:
+    def __init__(self, source: str) -> None:
+        self._tree = ast.parse(source)
+        self._lines = source.splitlines()
+        self._names = {
+            each.asname or each.name: each.name
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "time"
+            for each in node.names
+        }
+        """Functions of ``time`` that were imported from it, by the name they have here."""
+
+    def findings(self) -> Iterator[Finding]:
+        if not any(map(_is_long, _marks_of(self._tree))):
+            yield from self._elapsed(self._tree)
+        for node in ast.walk(self._tree):
+            if self._sleeps(node):
+                yield Finding(node.lineno, SLEEP)  # type: ignore[attr-defined]
+            elif isinstance(node, ast.While) and self._looks_at_clock(node):
+                yield Finding(node.lineno, LOOP)
+
+    def _function(self, call: ast.Call) -> str:
+        """Return which function of ``time`` is called, or ""."""
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="time"), attr=name):
+                return name
+            case ast.Name(id=name):
+                return self._names.get(name, "")
+        return ""
+
+    def _tells_time(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and self._function(node) in CLOCKS
+
+    def _sleeps(self, node: ast.AST) -> bool:
+        """Return whether a node is a sleep without its reason."""
+        if not isinstance(node, ast.Call) or self._function(node) != "sleep":
+            return False
+        numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        return not any(SLEEP_REASON.search(self._lines[number - 1]) for number in numbers)
+
+    def _looks_at_clock(self, loop: ast.While) -> bool:
+        """Return whether a loop compares the real time with something, or sleeps between two looks,
+        and does not say why."""
+        if LOOP_REASON.search(self._lines[loop.lineno - 1]):
+            return False
+        return any(
+            self._sleeps(node)
+            or (isinstance(node, ast.Compare) and any(map(self._tells_time, ast.walk(node))))
+            for node in _of_same_function(loop)
+        )
+
+    # --- Assertions -------------------------------------------------------------------------------
+
+    def _elapsed(self, scope: ast.AST) -> Iterator[Finding]:
+        """Yield the assertions on what a clock has told, in a function and in those within it."""
+        names = self._told_by_clock(scope)
+        for node in _of_same_function(scope):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                if not any(map(_is_long, node.decorator_list)):
+                    yield from self._elapsed(node)
+            elif isinstance(node, ast.Assert):
+                compared = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
+                if any(self._limits_time(each, names) for each in compared):
+                    yield Finding(node.lineno, ELAPSED)
+
+    def _limits_time(self, compare: ast.Compare, names: set[str]) -> bool:
+        """Return whether a comparison says that no more than so much time has passed. That at least
+        so much has holds on a slow machine, too, and so does that something was between two looks
+        at the clock."""
+        operands = [compare.left, *compare.comparators]
+        told = [self._is_of_clock(each, names) for each in operands]
+        if len(told) == 3 and told == [True, False, True]:
+            return False
+        smaller = (ast.Lt, ast.LtE)
+        return any(
+            told[at] if isinstance(operator, smaller) else told[at + 1]
+            for at, operator in enumerate(compare.ops)
+            if isinstance(operator, (*smaller, ast.Gt, ast.GtE))
+        )
+
+    def _told_by_clock(self, scope: ast.AST) -> set[str]:
+        """Return the names that hold what a clock has told, or what was computed with that."""
+        found: set[str] = set()
+        assigned = [(_targets(node), node) for node in _of_same_function(scope)]
+        while (
+            more := {
+                name
+                for names, node in assigned
+                if names and self._is_of_clock(_value(node), found)
+                for name in names
+            }
+            - found
+        ):
+            found |= more
+        return found
+
+    def _is_of_clock(self, node: ast.AST | None, names: set[str]) -> bool:
+        return node is not None and any(
+            self._tells_time(each) or (isinstance(each, ast.Name) and each.id in names)
+            for each in (node, *_of_same_function(node))
+        )
+
+
+def _of_same_function(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is in a function, with the definitions in it but without what is in those."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+        ):
+            yield from _of_same_function(child)
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Return the names that a statement or expression gives a value to."""
+    match node:
+        case ast.Assign(targets=targets):
+            found = targets
+        case ast.NamedExpr(target=target) | ast.AnnAssign(target=target):
+            found = [target]
+        case _:
+            return []
+    return [each.id for one in found for each in ast.walk(one) if isinstance(each, ast.Name)]
+
+
+def _value(node: ast.AST) -> ast.expr | None:
+    """Return what is assigned, unless it is the answer of a call that is given the time."""
+    value: ast.expr | None = getattr(node, "value", None)
+    return None if isinstance(value, ast.Call) and value.args else value
+
+
+def _marks_of(tree: ast.Module) -> list[ast.expr]:
+    """Return the marks that a module gives all its tests."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and _targets(node) == ["pytestmark"]:
+            return node.value.elts if isinstance(node.value, ast.List) else [node.value]
+    return []
+
+
+def _is_long(mark: ast.expr) -> bool:
+    """Return whether a decorator is ``pytest.mark.long``."""
+    return isinstance(mark, ast.Attribute) and mark.attr == "long"

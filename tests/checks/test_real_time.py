@@ -1,0 +1,180 @@
+"""No verdict of a test depends on how quick the machine is.
+
+No test asserts that little real time has passed, unless it is marked ``long`` or in
+``tests/benchmarks``; each waits by ``tests.waiting.wait_until``; a sleep says what it is for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checks.real_time import ELAPSED, LOOP, SLEEP, findings
+
+pytestmark = pytest.mark.small  # reads files
+
+TESTS = Path(__file__).resolve().parents[1]
+NOT_HELD = ("benchmarks",)
+"""Folders that are about real time."""
+TO_CONVERT: dict[str, int] = {
+    "acceptance/load.py": 2,
+    "acceptance/test_dashboard.py": 1,
+    "acceptance/test_kafka_secured.py": 1,
+    "acceptance/test_key_order.py": 1,
+    "acceptance/test_kjo_consumer.py": 4,
+    "acceptance/test_kjo_producer.py": 3,
+    "acceptance/test_limits.py": 4,
+    "acceptance/test_outbox.py": 3,
+    "acceptance/test_schedules.py": 3,
+    "acceptance/test_sentinel.py": 3,
+    "acceptance/test_shutdown.py": 3,
+    "acceptance/test_stream_tasks.py": 2,
+    "acceptance/test_tutorial.py": 6,
+    "acceptance/test_two_processes.py": 1,
+    "acceptance/test_workflows.py": 2,
+    "api/test_jobs.py": 4,
+    "browser/screenshots.py": 2,
+    "cluster/cluster.py": 3,
+    "conformance/database_process.py": 3,
+    "conformance/test_database_processes.py": 3,
+    "conformance/test_database_sqlite.py": 2,
+    "events/test_idempotency.py": 1,
+    "faults/test_limits.py": 3,
+    "items/consumers.py": 1,
+    "kdlq/test_on_kafka.py": 1,
+    "ledger/jobs.py": 10,
+    "ledger/limited.py": 2,
+    "mixed/application.py": 4,
+    "mixed/execution.py": 9,
+    "mixed/handlers.py": 6,
+    "mixed/sessions.py": 2,
+    "mixed/together.py": 5,
+    "packaging/test_side_by_side.py": 4,
+    "queueing/jobs.py": 1,
+    "queueing/test_contract.py": 3,
+    "queueing/test_waiting.py": 2,
+    "services/postgres.py": 2,
+    "services/postgres_pair.py": 2,
+    "services/sentinel.py": 2,
+    "services/server.py": 2,
+    "test_command.py": 2,
+    "trace/scenarios.py": 1,
+    "unit/enqueue/test_handle.py": 1,
+    "unit/pipeline/test_foreign_bytes.py": 3,
+    "unit/pipeline/test_foreign_messages.py": 1,
+    "unit/pipeline/test_frozen_redis.py": 4,
+    "unit/pipeline/test_success.py": 1,
+    "unit/template_consumer/made.py": 1,
+    "unit/template_consumer/test_flow.py": 1,
+    "unit/test_flow_control.py": 3,
+    "unit/test_kafka_broker.py": 1,
+    "unit/test_kafka_transport.py": 1,
+    "unit/test_operations_on_kafka.py": 1,
+    "unit/test_operations_status.py": 1,
+    "unit/test_supervisor.py": 2,
+    "unit/test_wakeups.py": 1,
+}
+"""How many findings are left in which modules. It only shrinks: what is mended is taken away."""
+
+
+def found() -> dict[str, list[str]]:
+    """Return the findings in each module that has any, by its path in the tests."""
+    modules = {path.relative_to(TESTS): path for path in sorted(TESTS.rglob("*.py"))}
+    return {
+        name.as_posix(): [str(each) for each in all_of_it]
+        for name, path in modules.items()
+        if name.parts[0] not in NOT_HELD and (all_of_it := findings(path.read_text()))
+    }
+
+
+def test_no_verdict_depends_on_how_quick_the_machine_is() -> None:
+    more = {
+        name: all_of_it
+        for name, all_of_it in found().items()
+        if len(all_of_it) > TO_CONVERT.get(name, 0)
+    }
+    assert more == {}
+
+
+def test_what_is_mended_is_no_longer_listed() -> None:
+    left = {name: len(all_of_it) for name, all_of_it in found().items()}
+    too_many = {
+        name: f"{count}: {left.get(name, 0)} left, 0 is no entry"
+        for name, count in TO_CONVERT.items()
+        if left.get(name, 0) < count
+    }
+    assert too_many == {}
+
+
+# --- What is found --------------------------------------------------------------------------------
+
+TIMED = """
+import time
+from time import monotonic as now
+
+def test_it_is_quick():
+    began = time.monotonic()
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert time.monotonic() - began < 5",
+        "assert 0.1 < time.monotonic() - began < 5",
+        "took = time.perf_counter() - began; assert took <= 5",
+        "deadline = began + 5; assert deadline > time.monotonic()",
+        "assert 5 > now() - began",
+        "assert a and (took := time.time() - began) < 5",
+        "assert max(time.monotonic() - began, 1) < 5",
+    ],
+)
+def test_that_little_time_has_passed_is_found(line: str) -> None:
+    assert [each.problem for each in findings(TIMED.format(line))] == [ELAPSED]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert time.monotonic() - began >= 0.05",
+        "assert 0.05 < time.monotonic() - began",
+        "assert began <= row.finished_at <= time.time()",
+        "assert clock.monotonic() - began_at < 5",
+        "answer = wait_until(time.monotonic() + 5, began); assert answer < 5",
+        "assert row.count < 5",
+    ],
+)
+def test_what_holds_on_a_slow_machine_is_left_alone(line: str) -> None:
+    assert findings(TIMED.format(line)) == []
+
+
+@pytest.mark.parametrize(
+    "marked",
+    [
+        "import time, pytest\n@pytest.mark.long\ndef test(): assert time.monotonic() - began < 5",
+        "import time, pytest\npytestmark = [pytest.mark.long]\ndef test(): assert time.time() < 5",
+    ],
+)
+def test_a_test_marked_long_may_be_about_time(marked: str) -> None:
+    assert findings(marked) == []
+    assert [each.problem for each in findings(marked.replace("long", "large"))] == [ELAPSED]
+
+
+@pytest.mark.parametrize(
+    ("loop", "problems"),
+    [
+        ("while not it.exists():\n    time.sleep(1)", [LOOP, SLEEP]),
+        ("while time.monotonic() < deadline:\n    poll()", [LOOP]),
+        ("while not it:\n    if time.monotonic() > deadline:\n        raise Late", [LOOP]),
+        ("time.sleep(0.1)", [SLEEP]),
+        ("time.sleep(0.1)  # a moment", [SLEEP]),
+        ("time.sleep(\n    0.1  # sleep: the pace of the load\n)", []),
+        ("while not stopped:\n    time.sleep(0.1)  # sleep: the pace of the load", []),
+        ("while time.monotonic() < end:  # timed loop: a load of ten seconds\n    call()", []),
+        ("while queue:\n    queue.pop()", []),
+    ],
+)
+def test_loops_and_sleeps_are_found(loop: str, problems: list[str]) -> None:
+    assert [each.problem for each in findings(f"import time\n{loop}")] == problems
