@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -21,6 +20,7 @@ import pytest
 from tests import selection
 from tests.outcomes import Outcomes
 from tests.repeats import MOST_UNSTEADY, Verdict
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PYTEST = ["-p", "xdist", "-p", "randomly", "-n", "1"]
@@ -290,9 +290,8 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_nothing_running(
     with suite.start("--randomly-dont-reorganize") as process:
         try:
             # Given a run with a server and a test that waits
-            while not mark.exists():
-                assert process.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: mark.exists() or process.poll() is not None, "the test waits")
+            assert process.poll() is None
             started = psutil.Process(process.pid).children(recursive=True)
             # When somebody presses Ctrl-C, which every process of the group hears
             os.killpg(process.pid, signal.SIGINT)

@@ -132,7 +132,7 @@ class Load:
             while not self._stopping.is_set():
                 self._enqueue(self._kinds[number % len(self._kinds)], f"{self._prefix}-{number}")
                 number += 1
-                time.sleep(self._pause)  # the pace of the load, nothing waits for it
+                time.sleep(self._pause)  # sleep: the pace of the load, nothing waits for it
         except BaseException as error:
             self._unexpected = error
         finally:

@@ -496,7 +496,7 @@ def test_two_browsers_watch_four_workers_for_ten_minutes(engine: Engine, site: S
     with chromium.running(scheme="dark") as second:
         other = Site.beside(site, second)
         count = 0
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at:  # timed loop: for as long as is asked for
             site.open(screens[count % len(screens)])
             other.open(screens[(count + 3) % len(screens)])
             site.refresh_every(2)

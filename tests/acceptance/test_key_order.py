@@ -68,7 +68,7 @@ def test_two_processes_keep_the_order_of_keys(any_engine: Engine) -> None:
     names = []
     for batch in range(5):
         names += enqueue(f"{batch}", 80, 2 if batch % 2 else 0)
-        time.sleep(0.05)  # the pace of the load
+        time.sleep(0.05)  # sleep: the pace of the load
     any_engine.settle()
     assert [worker.stop() for worker in workers] == [0, 0]
     # Then both took part, and each key kept its order

@@ -19,6 +19,7 @@ from kjo_django.runtime import get_coordination, get_transport
 from tests.acceptance.items import ItemEngine
 from tests.items.models import Item
 from tests.items.producers import ItemProducer
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.kafka,
@@ -56,12 +57,14 @@ def read_all(engine: ItemEngine, topic: str, expected: int) -> list:
         }
     )
     consumer.subscribe([topic])
-    found, patience = [], time.monotonic() + 30
-    while time.monotonic() < patience:
+    found = []
+
+    def has_read_all() -> bool:
         messages = consumer.consume(5000, 0.5)
-        found += [message for message in messages if message.error() is None]
-        if len(found) >= expected and not messages:
-            break
+        found.extend(message for message in messages if message.error() is None)
+        return len(found) >= expected and not messages
+
+    wait_until(has_read_all, f"{expected} messages on {topic}", lambda: len(found))
     consumer.close()
     return found
 
@@ -114,7 +117,7 @@ def test_an_item_stays_in_its_partition(engine: ItemEngine, topic: str) -> None:
     producer = ItemProducer({"sent_ttl": 0.001})
     for kind in ("new", "retry", "other"):
         assert producer.produce_messages({}, 100, kind).sent == 50
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: until what was sent may be sent again
     plain = Producer({"bootstrap.servers": engine.servers.kafka, "partitioner": "murmur2_random"})
     for item_id in ids:
         plain.produce(topic, b"{}", key=item_id.encode(), headers={"item-id": item_id})

@@ -126,7 +126,8 @@ def runs_of(path: Path, lost: dict[int, float]) -> list[tuple[float, float]]:
 
 
 def most_at_once(runs: list[tuple[float, float]]) -> int:
-    return max(sum(1 for start, end in runs if start <= moment < end) for moment, _ in runs)
+    counts = (sum(1 for start, end in runs if start <= moment < end) for moment, _ in runs)
+    return max(counts, default=0)
 
 
 @every_engine
@@ -145,11 +146,14 @@ def test_slots_hold_over_four_workers_one_of_which_is_lost(
     lose(limiting, workers[pid], fate)
     lost = {pid: time.time()}
     # On SQLite the freeze waits until the worker is out of the database: the first may be done.
-    limited.occupy_slot.enqueue_many(payloads * 3)
-    # Then all three are taken again before long, and never four
-    limiting.wait_for_moment(8)
-    later = [start for start, _ in runs_of(path, lost) if start > lost[pid]]
-    assert sum(1 for start in later if start > lost[pid] + 4) >= 6, later
+    limited.occupy_slot.enqueue_many(payloads * 5)
+
+    def most_since() -> int:
+        return most_at_once([run for run in runs_of(path, lost) if run[0] > lost[pid]])
+
+    # Then all three are taken again, and never four
+    limiting.wait_until(lambda: most_since() == 3, "Its slot was never another's")
+    limiting.wait_for_moment(2)
     assert most_at_once(runs_of(path, lost)) <= 3
     if fate == "frozen":
         workers[pid].thaw()

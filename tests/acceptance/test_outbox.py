@@ -9,13 +9,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance.smtp import MailServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "example_project" / "outbox" / "README.md"
@@ -107,10 +107,8 @@ def test_a_mail_server_that_is_busy_at_times(environment) -> None:
             )
         ]
         try:
-            deadline = time.monotonic() + 60
-            while rows(environment, "SELECT count(*) FROM outbox_email WHERE state = 1") != [(0,)]:
-                assert time.monotonic() < deadline, "Emails were left"
-                time.sleep(0.2)
+            left = "SELECT count(*) FROM outbox_email WHERE state = 1"
+            wait_until(lambda: rows(environment, left) == [(0,)], "No email is left")
         finally:
             for worker in workers:
                 worker.send_signal(signal.SIGTERM)

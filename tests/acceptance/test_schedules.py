@@ -48,8 +48,8 @@ def test_four_schedulers_that_are_killed(kind: str, request: pytest.FixtureReque
     engine.wait_until(lambda: engine.jobs.exists(), "nothing was stored")
     # When schedulers are killed, one or two a second, and others are started
     deadline, deaths = time.monotonic() + SECONDS, 0
-    while time.monotonic() < deadline:
-        time.sleep(draw.uniform(0.3, 1.2))
+    while time.monotonic() < deadline:  # timed loop: so many ticks become due meanwhile
+        time.sleep(draw.uniform(0.3, 1.2))  # sleep: the moment of a crash
         killed = draw.randrange(SCHEDULERS)
         schedulers[killed].kill()
         deaths += 1
@@ -106,6 +106,6 @@ def lateness(engine: Engine) -> list[float]:
 def test_a_worker_without_schedules_stores_none(embedded: Engine) -> None:
     schedule("each")
     worker = embedded.ready_worker("--no-schedules")
-    time.sleep(2.5)
+    time.sleep(2.5)  # sleep: ticks that nobody must store become due
     assert worker.stop() == 0
     assert not embedded.jobs.exists()

@@ -3,7 +3,6 @@ is lost, and none takes effect twice (KJO-99)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests.acceptance.test_redis_streams import StreamEngine
 from tests.services import RedisServer
 from tests.services.fixtures import require
 from tests.services.sentinel import SentinelServer, sentinels
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.redis, pytest.mark.postgres]
 
@@ -56,10 +56,7 @@ def frozen(primary: RedisServer, replica: RedisServer) -> Iterator[None]:
 def demoted(primary: RedisServer, replica: RedisServer) -> Iterator[None]:
     """The same, until the sentinels have told it otherwise, some ten seconds later."""
     yield from frozen(primary, replica)
-    deadline = time.monotonic() + 30
-    while not replica.has_replica():
-        assert time.monotonic() < deadline, "It never became a replica"
-        time.sleep(0.1)
+    wait_until(replica.has_replica, "the one that was frozen becomes a replica")
 
 
 @pytest.mark.parametrize(

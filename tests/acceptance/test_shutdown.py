@@ -87,11 +87,9 @@ def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
     worker.terminate()
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
     # When it is told again
-    at = time.monotonic()
     worker.terminate()
-    # Then it ends at once
+    # Then it ends at once: not with 1, as it would after the time that its job has
     assert worker.wait() == 128 + signal.SIGTERM
-    assert time.monotonic() - at < 2
     # And the job runs elsewhere
     let_go(tmp_path / "long")
     other = engine.worker()
@@ -137,11 +135,9 @@ def test_a_handler_that_holds_sqlites_write_lock_does_not_hold_up_the_stop(
     jobs.wait_for.enqueue(job="long", path=str(tmp_path / "long"))
     embedded.wait_until(lambda: started(tmp_path / "long", worker.pid), "It did not start")
     # When it is told to stop
-    at = time.monotonic()
     worker.terminate()
-    # Then it ends long before the job does
+    # Then it ends, and the job does not, which waits for its file
     assert worker.wait() == 1
-    assert time.monotonic() - at < 20
     # And the job is run elsewhere, once, and this is its first attempt
     let_go(tmp_path / "long")
     other = embedded.worker()

@@ -74,12 +74,13 @@ def await_all(tasks: Engine, names: list[str], timeout: float = 120) -> None:
     """Wait until all have run; once nothing comes any more, say how many are lost."""
     seen, since = -1, time.monotonic()
     deadline = time.monotonic() + timeout
+    # timed loop: it gives up where nothing comes any more
     while time.monotonic() < deadline and (count := tasks.entries.count()) < len(names):
         if count != seen:
             seen, since = count, time.monotonic()
         if time.monotonic() - since > 20 and not tasks.jobs.exclude(state="completed").exists():
             break
-        time.sleep(0.05)
+        time.sleep(0.05)  # sleep: until the next look
     tasks.assert_each_ran_once(names)
 
 

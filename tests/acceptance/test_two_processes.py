@@ -23,7 +23,7 @@ def test_a_job_runs_within_a_second(any_engine: Engine, record_property) -> None
     engine.settle()
     # When another process, this one, enqueues now and then
     for number in range(8):
-        time.sleep(0.3)  # long enough that the worker polls as rarely as it ever does
+        time.sleep(0.3)  # sleep: so long that the worker polls as rarely as it ever does
         jobs.write.enqueue(job=f"job-{number}")
     engine.settle()
     # Then each job is done within a second

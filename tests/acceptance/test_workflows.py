@@ -139,8 +139,8 @@ def drain(engine: Engine, count: int, is_done: Any, kill_every: float = 0.0) -> 
         lambda: finished.count() > before and time.monotonic(), "Nothing ends"
     )
     next_kill = began + kill_every
-    while not is_done():
-        time.sleep(0.05)
+    while not is_done():  # timed loop: kills workers meanwhile, and measures
+        time.sleep(0.05)  # sleep: until the next look
         if not seconds and finished.count() >= before + count:
             seconds = time.monotonic() - began
         if not kill_every or time.monotonic() < next_kill:

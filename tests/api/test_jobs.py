@@ -30,6 +30,7 @@ from kjo_django.runtime import get_coordination
 from kjo_django.testing import run_job
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory
+from tests.waiting import wait_until
 
 
 def url(job: Any, action: str = "") -> str:
@@ -372,11 +373,8 @@ def test_those_who_wait_have_no_database_session(
     for thread in threads:
         thread.start()
     # Then one session is left, which listens for all of them, and those that look just now
-    deadline = time.monotonic() + 20
     try:
-        while (found := sessions()) > 3 or len(looked) < count:
-            assert time.monotonic() < deadline, f"{found} sessions"
-            time.sleep(0.05)
+        wait_until(lambda: sessions() <= 3 and len(looked) == count, "one session", sessions)
         assert not answers
     finally:
         operations.cancel([job])

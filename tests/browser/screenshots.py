@@ -90,9 +90,9 @@ def wait_for(port: int) -> None:
     for _ in range(300):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                time.sleep(5)  # until the worker has shown its signs of life
+                time.sleep(5)  # sleep: until the worker has shown its signs of life
                 return
-        time.sleep(0.1)
+        time.sleep(0.1)  # sleep: until the next look
     raise SystemExit("error: the site never came up")
 
 

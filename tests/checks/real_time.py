@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+ARITHMETIC = {"abs", "float", "int", "max", "min", "round", "sum"}
+"""Functions whose answer is a time where they are given one."""
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
 """Functions of the module ``time`` that tell the real time."""
 SLEEP_REASON = re.compile(r"#\s*sleep: \S")
 """Ends the line of a sleep, and says what it is for."""
 LOOP_REASON = re.compile(r"#\s*timed loop: \S")
-"""Ends the line of a loop that looks at the clock, and says why it is no wait for a state."""
+"""Ends the line of a loop that looks at the clock, or is before it, and says why it is no wait for
+a state."""
 ELAPSED = (
     "asserts that little real time has passed: set a clock, wait for an event, or mark it long"
 )
@@ -76,7 +79,7 @@ class _Module:
     def _looks_at_clock(self, loop: ast.While) -> bool:
         """Return whether a loop compares the real time with something, or sleeps between two looks,
         and does not say why."""
-        if LOOP_REASON.search(self._lines[loop.lineno - 1]):
+        if any(map(LOOP_REASON.search, self._lines[max(0, loop.lineno - 2) : loop.lineno])):
             return False
         return any(
             self._sleeps(node)
@@ -106,12 +109,14 @@ class _Module:
         told = [self._is_of_clock(each, names) for each in operands]
         if len(told) == 3 and told == [True, False, True]:
             return False
-        smaller = (ast.Lt, ast.LtE)
-        return any(
-            told[at] if isinstance(operator, smaller) else told[at + 1]
-            for at, operator in enumerate(compare.ops)
-            if isinstance(operator, (*smaller, ast.Gt, ast.GtE))
-        )
+        for at, operator in enumerate(compare.ops):
+            if isinstance(operator, ast.Lt | ast.LtE) and told[at]:
+                return True
+            # Else something happened after a moment that the clock has told.
+            is_limit = told[at] or isinstance(operands[at], ast.Constant)
+            if isinstance(operator, ast.Gt | ast.GtE) and told[at + 1] and is_limit:
+                return True
+        return False
 
     def _told_by_clock(self, scope: ast.AST) -> set[str]:
         """Return the names that hold what a clock has told, or what was computed with that."""
@@ -121,7 +126,7 @@ class _Module:
             more := {
                 name
                 for names, node in assigned
-                if names and self._is_of_clock(_value(node), found)
+                if names and self._is_of_clock(getattr(node, "value", None), found)
                 for name in names
             }
             - found
@@ -130,10 +135,18 @@ class _Module:
         return found
 
     def _is_of_clock(self, node: ast.AST | None, names: set[str]) -> bool:
-        return node is not None and any(
-            self._tells_time(each) or (isinstance(each, ast.Name) and each.id in names)
-            for each in (node, *_of_same_function(node))
-        )
+        """Return whether a value is what a clock has told, or computed with that. The answer of a
+        call that is given the time is something else."""
+        match node:
+            case None:
+                return False
+            case ast.Call(func=function, args=arguments) if not self._tells_time(node):
+                is_arithmetic = isinstance(function, ast.Name) and function.id in ARITHMETIC
+                return is_arithmetic and any(self._is_of_clock(one, names) for one in arguments)
+            case ast.Name(id=name):
+                return name in names
+        children = ast.iter_child_nodes(node)
+        return self._tells_time(node) or any(self._is_of_clock(one, names) for one in children)
 
 
 def _of_same_function(scope: ast.AST) -> Iterator[ast.AST]:
@@ -156,12 +169,6 @@ def _targets(node: ast.AST) -> list[str]:
         case _:
             return []
     return [each.id for one in found for each in ast.walk(one) if isinstance(each, ast.Name)]
-
-
-def _value(node: ast.AST) -> ast.expr | None:
-    """Return what is assigned, unless it is the answer of a call that is given the time."""
-    value: ast.expr | None = getattr(node, "value", None)
-    return None if isinstance(value, ast.Call) and value.args else value
 
 
 def _marks_of(tree: ast.Module) -> list[ast.expr]:

@@ -293,13 +293,13 @@ class Cluster:
     def run_for(self, seconds: float) -> None:
         """Let time pass."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline:  # timed loop: what a supervisor does goes on meanwhile
             self.tick()
 
     def until(self, condition: Callable[[], Any], complaint: str, timeout: float) -> None:
         """Wait for what should come by itself. Servers that are away mean not yet."""
         deadline = time.monotonic() + timeout
-        while True:
+        while True:  # timed loop: what a supervisor does goes on meanwhile
             error = ""
             try:
                 if condition():
@@ -313,7 +313,7 @@ class Cluster:
 
     def tick(self) -> None:
         """Start what has ended, and let the standby take over where the primary is away."""
-        time.sleep(TICK)
+        time.sleep(TICK)  # sleep: until the supervisor looks again
         for server in [*self.brokers, *self.redis, *self.sentinels]:
             self._supervise(server)
         for member in [*self.workers, *self.relays, *self.webs]:

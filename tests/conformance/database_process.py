@@ -43,7 +43,7 @@ def publish(topic: str, count: str) -> None:
     for start in range(0, len(records), 5):
         outcomes = transport.publish(records[start : start + 5])
         assert all(outcome.error is None for outcome in outcomes)
-        time.sleep(0.005)
+        time.sleep(0.005)  # sleep: the pace of the load
 
 
 def consume(topic: str, group: str, idle: str) -> None:
@@ -59,7 +59,7 @@ def consume(topic: str, group: str, idle: str) -> None:
     print("subscribed", flush=True)
     until = time.monotonic() + 40  # whoever publishes may take long to start
     turn = 0
-    while time.monotonic() < until:
+    while time.monotonic() < until:  # timed loop: put off by each record
         records = subscription.poll(7, 0.2)
         for record in records:
             key, value = record.key or b"", record.value or b""
@@ -86,7 +86,7 @@ def hold(topic: str, group: str) -> None:
     while not held:
         held = len(subscription.poll(100, 1))
     print(f"held {held}", flush=True)
-    time.sleep(300)
+    time.sleep(300)  # sleep: until it is killed
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from tests.services.fixtures import require
 from tests.services.mariadb import MariaDbServer
 from tests.services.mysql import MySqlServer
 from tests.settings import database as settings_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture(
@@ -108,13 +109,9 @@ def test_rows_of_a_killed_worker_come_back(alias: str, start: Any) -> None:
 
     subscription = transport.subscribe(["t"], "group", lease=timedelta(seconds=30))
     assert subscription.poll(100, 0.3) == [], "taken from a lease that was still live"
-    records = []
-    deadline = time.monotonic() + 10
-    while not records and time.monotonic() < deadline:
-        records = subscription.poll(100, 1)
-
+    records = wait_until(lambda: subscription.poll(100, 1), "what a dead consumer held")
     assert [record.value for record in records] == contents
-    assert 1 < time.monotonic() - claimed < 6
+    assert time.monotonic() - claimed > 1
     subscription.close()
 
 
@@ -209,6 +206,6 @@ class TestRestarts:
                 call()
         started = time.monotonic()
         assert listener.wait(0.5) == set()
-        assert 0.4 < time.monotonic() - started < 3
+        assert time.monotonic() - started > 0.4
         listener.close()
         server.start()

@@ -140,7 +140,7 @@ def test_ten_threads_with_one_event(real_database: str) -> None:
 
     def process() -> str:
         Entry.objects.create(job="once")
-        time.sleep(0.2)
+        time.sleep(0.2)  # sleep: so that the others come meanwhile
         return "done"
 
     def run() -> None:

@@ -35,7 +35,7 @@ class ItemConsumer(ModelConsumer, register=bool(CALLS)):
         note("process", item_id, message["type"])
         order, _, argument = body.partition(" ")
         if order == "sleep":
-            time.sleep(float(argument))
+            time.sleep(float(argument))  # sleep: as long as the test wants it to take
         elif order == "refuse":
             raise PermanentError("no")
         elif order == "fail":

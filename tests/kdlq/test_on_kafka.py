@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 import uuid
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from kjo_django.patterns.kdlq import DlqConfig, KDLQMessageConsumer, ProcessingStatus, Status
 from kjo_django.transports.base import TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
 
@@ -41,9 +41,11 @@ def read(server, topic: str, count: int) -> list:
     """The raw messages of a topic: at least ``count``, and a moment longer for more."""
     consumer = consumer_of(server)
     consumer.assign([TopicPartition(topic, 0, 0)])
-    found, deadline = [], time.monotonic() + 30
-    while time.monotonic() < deadline and len(found) < count:
-        found += consumer.consume(100, 0.5)
+    found: list = []
+    wait_until(
+        lambda: found.extend(consumer.consume(100, 0.5)) or len(found) >= count,
+        f"{count} messages on {topic}",
+    )
     found += consumer.consume(100, 0.5)
     consumer.close()
     return found

@@ -45,22 +45,22 @@ def write_only(job: str, note: str = "") -> None:
 def write_keyed(job: str, key: str, milliseconds: float = 0) -> None:
     """Add an entry in the order of the key."""
     if milliseconds:
-        time.sleep(milliseconds / 1000)
+        time.sleep(milliseconds / 1000)  # sleep: as long as the test wants it to take
     Entry.objects.create(job=job, note=key)
 
 
 @job(queue="ledger")
 def write_slowly(job: str, milliseconds: float = 5) -> None:
     """Add an entry, dawdling before and after."""
-    time.sleep(milliseconds / 2000)
+    time.sleep(milliseconds / 2000)  # sleep: dawdles before
     Entry.objects.create(job=job)
-    time.sleep(milliseconds / 2000)
+    time.sleep(milliseconds / 2000)  # sleep: and after
 
 
 @job(queue="ledger", atomic=False)
 def write_outside(job: str, milliseconds: float = 0) -> None:
     """Add an entry outside the pipeline's transaction."""
-    time.sleep(milliseconds / 1000)
+    time.sleep(milliseconds / 1000)  # sleep: as long as the test wants it to take
     Entry.objects.create(job=job)
 
 
@@ -128,15 +128,15 @@ def kill_worker(job: str) -> None:
     """Take the whole process down, as a crash in C code or the OOM killer would."""
     Entry.objects.create(job=job, note="must be rolled back")
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(60)  # sleep: until the signal has come
 
 
 @job(queue="ledger", timeout=0.3, max_attempts=1)
 def hang(job: str, seconds: float = 30) -> None:
     """Exceed the timeout."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(0.01)
+    while time.monotonic() < end:  # timed loop: a handler that never ends by itself
+        time.sleep(0.01)  # sleep: may be interrupted between two
 
 
 @job(queue="ledger", key="key", max_attempts=1)
@@ -233,7 +233,7 @@ def _wait_for_file(path: str) -> None:
     started = Path(f"{path}.{os.getpid()}")
     started.touch()
     while not (Path(f"{path}.go").exists() or Path(f"{started}.go").exists()):
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: for as long as the test pleases, with no end of its own
 
 
 @job(queue="ledger")
@@ -249,7 +249,7 @@ def write_wait_or_kill(job: str, path: str = "", kill: bool = False) -> None:
     """Add an entry at once, having waited as ``wait_outside`` does, or take the process down."""
     if kill:
         os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(60)  # sleep: until the signal has come
     if path:
         _wait_for_file(path)
     Entry.objects.create(job=job)

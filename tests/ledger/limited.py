@@ -41,8 +41,8 @@ def occupy_slot(tenant: str, path: str, seconds: float) -> None:
     _note_moment(path, f"{run} start")
     try:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(0.01)
+        while time.monotonic() < end:  # timed loop: holds its slot for so long
+            time.sleep(0.01)  # sleep: may be interrupted between two
     except BaseException:
         _note_moment(path, f"{run} interrupted")
         raise

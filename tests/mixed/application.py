@@ -27,6 +27,7 @@ from kjo_django.exceptions import KjoError
 from tests.mixed.names import RUN, topic
 from tests.mixed.plan import EXHAUSTED, RELAYED_BY_ALL, Plan, Work, draw
 from tests.mixed.trace import FILE, note
+from tests.waiting import wait_until
 
 OUTAGES = (DatabaseError, InterfaceError, KjoError)
 PATIENCE = 60.0
@@ -80,7 +81,7 @@ class Application:
             connections.close_all()
 
     def _wait_until(self, at: float) -> None:
-        time.sleep(max(0.0, self.start + at - time.time()))
+        time.sleep(max(0.0, self.start + at - time.time()))  # sleep: until the plan says
 
     def _produce_items(self) -> None:
         """Poll the items, as a producer's process would, until all that will come were done."""
@@ -231,7 +232,7 @@ class Application:
                 return
             except OUTAGES:
                 connections.close_all()
-                time.sleep(0.1)
+                time.sleep(0.1)  # sleep: until it is tried again
 
     def _enqueue_event(self, work: Work) -> None:
         self._tell(topic("events", self._run), work, 1 + work.copies)
@@ -283,8 +284,7 @@ class Application:
 def begin(plan: Plan) -> Application:
     """Wait until workers are ready, and note the moment the plan begins."""
     told = Path(f"{os.environ[FILE]}.ready")
-    while not told.exists():
-        time.sleep(0.02)
+    wait_until(told.exists, "workers are ready")
     start = time.time() + 0.2 - min(work.at for work in plan.works)
     note("start", f"{start:.4f}")
     return Application(plan, start)

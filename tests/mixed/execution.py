@@ -32,6 +32,7 @@ from tests.acceptance.program import Program
 from tests.items.models import Item
 from tests.mixed import invariants, names, sessions, trace
 from tests.mixed.plan import PHASE, Move, Plan
+from tests.waiting import wait_until
 
 LANES = "8"
 """More than the plan keeps busy for long: an idle queue never waits for a lane."""
@@ -172,7 +173,7 @@ class ProcessStage(Stage):
         for worker in self._workers:
             self._wait_ready(worker)
             assert worker.is_running, worker.log_tail()
-        time.sleep(0.5)  # the second one's coming moves partitions of the first
+        time.sleep(0.5)  # sleep: the second one's coming moves partitions of the first
         Path(f"{self.engine.trace_file}.ready").touch()
 
     def _run(self, *arguments: str) -> Program:
@@ -256,8 +257,7 @@ class ProcessStage(Stage):
             with self._lock:
                 worker.terminate()
                 self._leaving.append(worker)
-            while worker.is_running:
-                time.sleep(0.05)
+            wait_until(lambda: not worker.is_running, f"{worker} ends")
         self._join_and_wait()
 
     def _do_freeze(self, move: Move) -> None:
@@ -266,7 +266,7 @@ class ProcessStage(Stage):
                 worker = self._choose()
                 self._frozen.add(worker)
             worker.freeze()
-            time.sleep(move.seconds + 1.5)
+            time.sleep(move.seconds + 1.5)  # sleep: as the plan says
             worker.thaw()
             with self._lock:
                 self._frozen.discard(worker)
@@ -381,9 +381,9 @@ def _carry_out(stage: Stage) -> list[str]:
     start = float(begun[0].values[0])
     threads = []
     for move in plan.moves:
-        while time.time() < start + move.at:
+        while time.time() < start + move.at:  # timed loop: until the plan says
             stage.look_after()
-            time.sleep(0.05)
+            time.sleep(0.05)  # sleep: until the next look at the workers
         threads.append(threading.Thread(target=_guarded, args=[stage, move]))
         threads[-1].start()
     left = [] if _await_end(stage, threads, start + plan.seconds) else _left(engine)
@@ -405,9 +405,9 @@ def _await_end(stage: Stage, threads: list[threading.Thread], last: float) -> bo
     nothing more has come to its end, however much of it there was."""
     deadline, fewest = last + END, sys.maxsize
     in_a_row = 0
-    while time.time() < deadline:
+    while time.time() < deadline:  # timed loop: put off by each piece of work that ends
         stage.look_after()
-        time.sleep(0.2)
+        time.sleep(0.2)  # sleep: until the next look
         if any(thread.is_alive() for thread in threads) or not stage.is_enqueued:
             continue
         in_a_row = in_a_row + 1 if _is_settled(stage.engine) else 0
@@ -570,7 +570,7 @@ def note_topics(mark: str, tell: Callable[[str, str], None]) -> None:
     subscription = get_transport().subscribe(names.topics_of_others(mark), f"reader-{mark}")
     try:
         quiet_since = time.monotonic()
-        while time.monotonic() - quiet_since < 2.0 or not counts:
+        while time.monotonic() - quiet_since < 2.0 or not counts:  # timed loop: to the topics' end
             records = subscription.poll(500, 0.5)
             if time.monotonic() - quiet_since > 20:
                 return

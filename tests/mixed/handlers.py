@@ -62,7 +62,7 @@ def misbehave(how: str) -> None:
         raise SystemExit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(60)  # sleep: until the signal has come
     raise AssertionError(how)
 
 
@@ -81,7 +81,7 @@ def behave(name: str, fails: int = 0, how: str = "error", end: str = "complete")
 def write(job: str, key: str = "", ms: float = 0, **how: Any) -> None:
     """The usual kind: within the transaction, in the order of its key if it has one."""
     Entry.objects.create(job=job, note=key)
-    time.sleep(ms / 1000)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
     behave(job, **how)
 
 
@@ -96,7 +96,7 @@ def write_only(job: str, **how: Any) -> None:
 def write_outside(job: str, ms: float = 0, **how: Any) -> None:
     """Outside the transaction: its entry comes last, and again after a crash in between."""
     behave(job, **how)
-    time.sleep(ms / 1000)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
     Entry.objects.create(job=job)
 
 
@@ -131,7 +131,7 @@ def write_batch(batch: list[BatchItem]) -> None:
 def write_slowly(job: str, ms: float = 0, **how: Any) -> None:
     """One of a backlog."""
     behave(job, **how)
-    time.sleep(ms / 1000)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
     Entry.objects.create(job=job)
 
 
@@ -139,7 +139,7 @@ def write_slowly(job: str, ms: float = 0, **how: Any) -> None:
 def write_hot(job: str, key: str, ms: float = 0, **how: Any) -> None:
     """One of many of the same key."""
     behave(job, **how)
-    time.sleep(ms / 1000)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
     Entry.objects.create(job=job, note=key)
 
 
@@ -147,7 +147,7 @@ def write_hot(job: str, key: str, ms: float = 0, **how: Any) -> None:
 def write_long(job: str, ms: float = 0, **how: Any) -> None:
     """Keeps a lane for seconds."""
     behave(job, **how)
-    time.sleep(ms / 1000)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
     Entry.objects.create(job=job)
 
 

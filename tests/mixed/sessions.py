@@ -47,9 +47,9 @@ def hold_rows(url: str, seconds: float) -> None:
     table = f"{parts.path.removeprefix('/')}.kjo_job" if parts.scheme == "mysql" else "kjo_job"
     held = f"SELECT id FROM {table} WHERE state IN ('pending', 'failing') LIMIT 20"
     with _session(url) as (connection, cursor):
-        while time.monotonic() < end:
+        while time.monotonic() < end:  # timed loop: for as long as the plan says
             cursor.execute(f"{held} FOR UPDATE SKIP LOCKED")
-            time.sleep(0.25 if cursor.fetchall() else 0.005)
+            time.sleep(0.25 if cursor.fetchall() else 0.005)  # sleep: holds what it has locked
             connection.rollback()
 
 

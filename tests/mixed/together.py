@@ -65,8 +65,8 @@ class Together:
         moves.join()
         deadline, fewest = time.monotonic() + END, sys.maxsize
         in_a_row = 0
-        while in_a_row < 2 and time.monotonic() < deadline:
-            time.sleep(0.2)
+        while in_a_row < 2 and time.monotonic() < deadline:  # timed loop: put off by each end
+            time.sleep(0.2)  # sleep: until the next look
             count = self._open_count()
             in_a_row = 0 if count else in_a_row + 1
             if count < fewest:
@@ -91,7 +91,7 @@ class Together:
 
     def _move(self, start: float) -> None:
         for move in self._plan.moves:
-            time.sleep(max(0.0, start + move.at - time.time()))
+            time.sleep(max(0.0, start + move.at - time.time()))  # sleep: until the plan says
             note("disturb", f"{move.what}-{move.at}")
             getattr(self, f"_do_{move.what}")(move)
             note("disturbed", f"{move.what}-{move.at}")
@@ -116,12 +116,12 @@ class Together:
 
     def _do_refuse(self, move: Move) -> None:
         self._transport.fail("the broker is away")
-        time.sleep(move.seconds)
+        time.sleep(move.seconds)  # sleep: as long as the plan says
         self._transport.fail(None)
 
     def _do_break_database(self, move: Move) -> None:
         self._is_broken.set()
-        time.sleep(move.seconds)
+        time.sleep(move.seconds)  # sleep: as long as the plan says
         self._is_broken.clear()
 
     def _wrap(self, connection: Any, **_: Any) -> None:

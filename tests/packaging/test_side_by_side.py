@@ -24,6 +24,7 @@ from kjo_django.states import OPEN
 from tests.databases import led_to
 from tests.ledger.models import Entry
 from tests.settings import database as settings_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "kjo_django/migrations/0006_workflows.py"
@@ -158,8 +159,8 @@ def test_old_and_new_workers_side_by_side_across_the_migrations(
     old.consume()
     webs = [old.enqueue(SECONDS)]
     begun, migration, at_work = time.monotonic(), None, [old]
-    while (passed := time.monotonic() - begun) < SECONDS:
-        time.sleep(chance.uniform(3, 12))
+    while (passed := time.monotonic() - begun) < SECONDS:  # timed loop: a load of so many seconds
+        time.sleep(chance.uniform(3, 12))  # sleep: the moment of a crash
         # When the schema becomes the new one meanwhile, and then the new release is at work too
         if migration is None and passed > SECONDS / 4:
             migration = new.manage("migrate", "--verbosity", "0")
@@ -174,10 +175,13 @@ def test_old_and_new_workers_side_by_side_across_the_migrations(
     counts = [int(web.communicate()[0]) for web in webs]
     assert [web.returncode for web in webs] == [0, 0]
     with django_db_blocker.unblock(), led_to(settings_of(new.environment["SIDE_BY_SIDE"])):
-        ends = time.monotonic() + 180
-        while Job.objects.filter(state__in=OPEN).exists():
-            assert time.monotonic() < ends, Job.objects.filter(state__in=OPEN).values().first()
-            time.sleep(0.5)
+        left = Job.objects.filter(state__in=OPEN)
+        wait_until(
+            lambda: not left.all().exists(),
+            "every job ends",
+            lambda: left.all().values().first(),
+            patience=180,
+        )
         for release in releases:
             release.stop()
         found = Counter(Entry.objects.values_list("job", flat=True))

@@ -16,6 +16,6 @@ def write(job: Any) -> dict[str, Any] | None:
     """Add the job's one entry, after as long as its payload says; do nothing without a payload."""
     if job.payload is None:
         return None
-    time.sleep(job.payload.get("seconds", 0))
+    time.sleep(job.payload.get("seconds", 0))  # sleep: as long as the test wants it to take
     Entry.objects.create(job=job.id, note=str(job.payload.get("note", "")))
     return {"id": job.id, "attempts": job.attempts}

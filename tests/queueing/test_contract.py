@@ -369,7 +369,7 @@ def test_stop_waits_and_hands_back(queue: Queue) -> None:
             assert job.signal.wait(30)
             job.raise_if_aborted()
         if job.id == "slow":
-            time.sleep(0.5)
+            time.sleep(0.5)  # sleep: so that it runs while the queue stops
         return "done"
 
     queue.execute(handle, atomic=False)

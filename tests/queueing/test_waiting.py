@@ -31,7 +31,7 @@ from kjo_django.operations import jobs as operations
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from kjo_django.runtime import get_coordination
 from tests.queueing.conftest import ENGINES, Recorder
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 ONE_HOUR = timedelta(hours=1)
 # Where calls cross processes; that the embedded default polls, the contract shows.
@@ -84,15 +84,13 @@ def test_a_call_ends_the_wait_long_before_the_poll(
 
     def long_pauses(waiter: Any, awaited: Any) -> Iterator[float]:
         while True:
-            pauses.append(20.0)
-            yield 20.0
+            pauses.append(3600.0)
+            yield 3600.0
 
     monkeypatch.setattr(waiting.Waiter, "_pauses", long_pauses)
-    begun = time.monotonic()
     for number in range(5):
-        assert running.enqueue_and_wait(f"job-{number}", number, timeout=30) == number
+        assert running.enqueue_and_wait(f"job-{number}", number, timeout=PATIENCE) == number
     assert pauses
-    assert time.monotonic() - begun < 15
 
 
 def test_a_new_job_is_read_once_when_it_has_ended(engine: str, running: Queue) -> None:
@@ -141,7 +139,7 @@ def test_a_timeout_leaves_the_job_alone(queue: Queue) -> None:
     begun = time.monotonic()
     with pytest.raises(JobTimeoutError, match="may still complete") as error:
         queue.enqueue_and_wait("late", "done", timeout=0.3)
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert time.monotonic() - begun >= 0.3
     assert isinstance(error.value, TimeoutError)
     assert queue.get_status("late").state == "queued"
     queue.execute(lambda job: job.payload)

@@ -64,7 +64,7 @@ class PostgresServer(Server):
 
     def start(self) -> Self:
         deadline = time.monotonic() + self.start_timeout
-        while True:
+        while True:  # timed loop: its own time to start, and its log in the error
             try:
                 return super().start()
             except ServerFailed:
@@ -73,7 +73,7 @@ class PostgresServer(Server):
                 lingering = "is still in use" in self.log_since_start()
                 if not lingering or time.monotonic() > deadline:
                     raise
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)  # sleep: until the next try
 
     def _prepare(self) -> None:
         self._make_data(

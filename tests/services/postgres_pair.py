@@ -169,7 +169,7 @@ def _answer(server: PostgresServer, question: str) -> object:
 
 def _wait_until(condition: Callable[[], object], complaint: str) -> None:
     deadline = time.monotonic() + DONE_WITHIN
-    while not condition():
+    while not condition():  # timed loop: an error of its own
         if time.monotonic() > deadline:
             raise ServerFailed(f"{complaint} within {DONE_WITHIN:g} s")
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # sleep: until the next look

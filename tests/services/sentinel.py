@@ -85,8 +85,9 @@ def sentinels(count: int = 3) -> Iterator[tuple[RedisServer, RedisServer, list[S
         replica = stack.enter_context(RedisServer(replica_of=primary))
         watching = [stack.enter_context(SentinelServer(primary)) for _ in range(count)]
         deadline = time.monotonic() + KNOWN_WITHIN
+        # timed loop: an error of its own
         while not all(each.knows(replicas=1, others=count - 1) for each in watching):
             if time.monotonic() > deadline:
                 raise ServerFailed(f"sentinels did not find one another in {KNOWN_WITHIN:g} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # sleep: until the next look
         yield primary, replica, watching

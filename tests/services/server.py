@@ -102,7 +102,7 @@ class Server(ABC):
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + self.start_timeout
-        while True:
+        while True:  # timed loop: its own time to start, and its log in the error
             if not self.is_running:
                 code = self._process.exit_code if self._process else None
                 raise ServerFailed(self._with_log(f"{self.name} exited with code {code}"))
@@ -112,7 +112,7 @@ class Server(ABC):
                 self._end(signal.SIGKILL)
                 waited = f"within {self.start_timeout:g} s"
                 raise ServerFailed(self._with_log(f"{self.name} did not answer {waited}"))
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # sleep: until the next look
 
     def stop(self) -> None:
         """Shut down in order, as a deployment would; SIGKILL after `stop_timeout` seconds."""

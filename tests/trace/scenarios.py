@@ -59,7 +59,7 @@ def _walk(recorder: Recorder, ends: threading.Semaphore, act: Callable[[], objec
         act()
         if not ends.acquire(timeout=LIMIT):
             raise TimeoutError(f"The job did not end within {LIMIT:.0f} s.")
-        time.sleep(AFTERWARDS)
+        time.sleep(AFTERWARDS)  # sleep: what is done after the end is part of the walk
     return recorder.walk()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 
 import pytest
@@ -26,6 +25,7 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.ledger.jobs import write
 from tests.unit.deliveries import kafka_at
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
 
@@ -46,10 +46,12 @@ def topic(settings, kafka_server):
 def read_all(topic, count):
     """Return the values in a topic, waiting for ``count`` of them."""
     subscription = get_transport().subscribe([topic], f"reader-{topic}")
-    found, deadline = [], time.monotonic() + 60
+    found = []
     try:
-        while len(found) < count and time.monotonic() < deadline:
-            found += subscription.poll(100, 0.5)
+        wait_until(
+            lambda: found.extend(subscription.poll(100, 0.5)) or len(found) >= count,
+            f"{count} records on {topic}",
+        )
         found += subscription.poll(100, 1.0)
     finally:
         subscription.close()

@@ -115,5 +115,5 @@ def test_a_server_that_refuses_at_once_is_called_each_time(monkeypatch):
     monkeypatch.setattr(get_coordination(), "notify", refuse)
     for channel in "abc":
         wake(current_runtime(), channel)
-        time.sleep(0.05)
+        time.sleep(0.05)  # sleep: longer than a refused connection takes
     assert asked == ["a", "b", "c"]

@@ -161,7 +161,7 @@ def test_waiting_ends_with_the_job(real_database):
 
     def end() -> None:
         try:
-            time.sleep(0.2)
+            time.sleep(0.2)  # sleep: so that the other one waits by then
             ended = {"state": "completed", "result": dump_result("done")}
             Job.objects.filter(pk=handle.job_id).update(
                 **ended, finished_at=timezone.now(), result_expires_at=timezone.now() + HOUR

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Any
 
@@ -21,6 +20,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.settings import cache
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at, make_everything_due, the_job
+from tests.waiting import wait_until
 
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
 TYPE = "bench.keep"
@@ -82,9 +82,7 @@ class Reader:
     def next(self) -> list[Any]:
         """Publish what is due and take it, waiting for it."""
         make_everything_due()
-        deadline = time.monotonic() + 60
-        while not (deliveries := self.bench.poll()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deliveries = wait_until(self.bench.poll, "a delivery")
         self.seen += [delivery.record for delivery in deliveries]
         return deliveries
 
@@ -217,13 +215,10 @@ def test_what_died_at_once_is_replayed_as_it_was_and_from_where_it_came(queue, r
 
 def read(topic: str) -> list[Record]:
     subscription = get_transport().subscribe([topic], f"reader-{topic}")
-    deadline, found = time.monotonic() + 60, list[Record]()
     try:
-        while not found and time.monotonic() < deadline:
-            found = subscription.poll(10, 0.2)
+        return wait_until(lambda: subscription.poll(10, 0.2), f"a record on {topic}")
     finally:
         subscription.close()
-    return found
 
 
 @pytest.mark.redis

@@ -319,7 +319,7 @@ def test_a_first_failure_waits_for_another_ones_lock(bench):
                 row = {"handler": "fails_meanwhile", "unique_id": name, "payload": b"{}"}
                 Job.objects.create(queue="ledger", max_attempts=5, result_ttl=1000, **row)
                 is_held.set()
-                time.sleep(0.5)  # how long the others' transaction takes
+                time.sleep(0.5)  # sleep: how long the others' transaction takes
                 transaction.set_rollback(True)
         finally:
             connections.close_all()

@@ -13,6 +13,7 @@ from tests.services import RedisServer
 from tests.services.fixtures import require
 from tests.unit.deliveries import as_job, entries
 from tests.unit.pipeline.bench import reconfigured
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 TIMEOUT = 0.3
@@ -46,12 +47,7 @@ def leases() -> list[str]:
 
 def show_alive_until_nothing_is_leased(worker) -> None:
     """A server that goes on has first to do what it was asked meanwhile."""
-    deadline = time.monotonic() + 30
-    while True:
-        worker.leases.show_alive()
-        if not leases():
-            return
-        assert time.monotonic() < deadline, leases()
+    wait_until(lambda: worker.leases.show_alive() or not leases(), "no lease is left", leases)
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -107,7 +103,7 @@ def test_what_is_claimed_again_is_not_given_back_for_the_time_before(worker, red
         worker.leases.release(["CONS:LEDGER:a"])
     finally:
         redis.resume()
-    time.sleep(3 * TIMEOUT)
+    time.sleep(3 * TIMEOUT)  # sleep: until the breaker lets one ask for all
     # When one asks for all, and it answers
     assert worker.leases.claim(["CONS:LEDGER:a"])[0].acquired
     worker.leases.show_alive()

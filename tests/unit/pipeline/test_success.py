@@ -216,7 +216,7 @@ def test_a_group_far_beyond_its_budget_ends_with_the_handler_that_runs(
     def slow_once(number):
         ran.append(number)
         if number == 1 and ran.count(1) == 1:
-            time.sleep(0.3)
+            time.sleep(0.3)  # sleep: far beyond the budget
 
     job = as_job(slow_once, **options)
     job.enqueue_many([{"number": number} for number in range(4)])

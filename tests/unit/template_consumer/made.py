@@ -46,7 +46,7 @@ class Producer(ModelProducer):
 def send(*items, kind="new"):
     result = Producer().produce_messages({"pk__in": [item.pk for item in items]}, 1000, kind)
     assert result.sent == len(items), result
-    time.sleep(0.002)
+    time.sleep(0.002)  # sleep: until what was sent may be sent again
 
 
 def work(until=None):

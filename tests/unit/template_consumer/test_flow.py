@@ -310,7 +310,7 @@ def test_messages_of_one_item_run_one_at_a_time_under_every_type(quick):
         assert message["id"] not in running
         running.add(message["id"])
         most.append(len(running))
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleep: so that others would run beside it
         running.discard(message["id"])
         Item.objects.filter(pk=message["id"]).update(looked_at=1)
 
