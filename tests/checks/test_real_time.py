@@ -6,6 +6,7 @@ No test asserts that little real time has passed, unless it is marked ``long`` o
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ TO_CONVERT: dict[str, int] = {
 """How many findings are left in which modules. It only shrinks: what is mended is taken away."""
 
 
+@cache
 def found() -> dict[str, list[str]]:
     """Return the findings in each module that has any, by its path in the tests."""
     modules = {path.relative_to(TESTS): path for path in sorted(TESTS.rglob("*.py"))}
