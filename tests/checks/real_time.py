@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-ARITHMETIC = {"abs", "float", "int", "max", "min", "round", "sum"}
+ARITHMETIC = {"abs", "float", "int", "max", "mean", "median", "min", "round", "sorted", "sum"}
 """Functions whose answer is a time where they are given one."""
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
 """Functions of the module ``time`` that tell the real time."""
@@ -32,13 +32,35 @@ class Finding(NamedTuple):
         return f"line {self.line} {self.problem}"
 
 
-def findings(source: str) -> list[Finding]:
-    """Return what is wrong with the source of a module of the tests."""
-    return sorted(_Module(source).findings()) if IMPORTS_TIME.search(source) else []
+def findings(source: str, measuring: Collection[str] = ()) -> list[Finding]:
+    """Return what is wrong with the source of a module of the tests.
+
+    :param measuring: names of functions, of any module, that return how much time has passed.
+    """
+    is_about_time = IMPORTS_TIME.search(source) or any(name in source for name in measuring)
+    return sorted(_Module(source, measuring).findings()) if is_about_time else []
+
+
+def measuring_functions(sources: Collection[str]) -> set[str]:
+    """Return the names of the functions in modules that return how much time has passed, by
+    themselves or by one another."""
+    found: set[str] = set()
+    while (
+        more := {
+            name
+            for source in sources
+            if IMPORTS_TIME.search(source) or any(name in source for name in found)
+            for name in _Module(source, found).measuring()
+        }
+        - found
+    ):
+        found |= more
+    return found
 
 
 class _Module:
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, measuring: Collection[str] = ()) -> None:
+        self._measuring = measuring
         self._tree = ast.parse(source)
         self._lines = source.splitlines()
         self._names = {
@@ -58,6 +80,29 @@ class _Module:
             elif isinstance(node, ast.While) and self._looks_at_clock(node):
                 yield Finding(node.lineno, LOOP)
 
+    def measuring(self) -> Iterator[str]:
+        for function in ast.walk(self._tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = self._told_by_clock(function)
+                if any(
+                    isinstance(node, ast.Return)
+                    and self._is_difference(node.value)
+                    and self._is_of_clock(node.value, names)
+                    for node in _of_same_function(function)
+                ):
+                    yield function.name
+
+    def _is_difference(self, value: ast.expr | None) -> bool:
+        """Return whether a value is a difference, or what a function that measures has returned."""
+        if isinstance(value, ast.Call):
+            return self._called(value) in self._measuring
+        return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub)
+
+    @staticmethod
+    def _called(call: ast.Call) -> str:
+        name: str = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        return name
+
     def _function(self, call: ast.Call) -> str:
         """Return which function of ``time`` is called, or ""."""
         match call.func:
@@ -68,7 +113,9 @@ class _Module:
         return ""
 
     def _tells_time(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.Call) and self._function(node) in CLOCKS
+        if not isinstance(node, ast.Call):
+            return False
+        return self._function(node) in CLOCKS or self._called(node) in self._measuring
 
     def _sleeps(self, node: ast.AST) -> bool:
         """Return whether a node is a sleep without its reason."""
@@ -127,7 +174,7 @@ class _Module:
             more := {
                 name
                 for names, node in assigned
-                if names and self._is_of_clock(getattr(node, "value", None), found)
+                if names and self._is_of_clock(_value(node), found)
                 for name in names
             }
             - found
@@ -141,8 +188,8 @@ class _Module:
         match node:
             case None:
                 return False
-            case ast.Call(func=function, args=arguments) if not self._tells_time(node):
-                is_arithmetic = isinstance(function, ast.Name) and function.id in ARITHMETIC
+            case ast.Call(args=arguments) if not self._tells_time(node):
+                is_arithmetic = self._called(node) in ARITHMETIC
                 return is_arithmetic and any(self._is_of_clock(one, names) for one in arguments)
             case ast.Name(id=name):
                 return name in names
@@ -167,9 +214,17 @@ def _targets(node: ast.AST) -> list[str]:
             found = targets
         case ast.NamedExpr(target=target) | ast.AnnAssign(target=target):
             found = [target]
+        case ast.For(target=target) | ast.comprehension(target=target):
+            found = [target]
         case _:
             return []
     return [each.id for one in found for each in ast.walk(one) if isinstance(each, ast.Name)]
+
+
+def _value(node: ast.AST) -> ast.expr | None:
+    """Return what a statement or expression gives to names."""
+    value: ast.expr | None = getattr(node, "value", getattr(node, "iter", None))
+    return value
 
 
 def _marks_of(tree: ast.Module) -> list[ast.expr]:
