@@ -140,6 +140,7 @@ class LeaseBook:
         """Note that a slot is no longer that of the delivery it was taken for: the worker was
         thought dead meanwhile. Who has it now must not lose it with the end of that delivery; the
         caller holds the lock."""
+        self._held.pop(slot, None)
         for slots in self._slots.values():
             if slot in slots:
                 slots.remove(slot)
@@ -179,6 +180,10 @@ class LeaseBook:
     def has_slot(self, lease: str) -> bool:
         """Return whether a slot was taken for the delivery with this lease."""
         return lease in self._slots
+
+    def has_lost_slot(self, lease: str) -> bool:
+        """Return whether the slot that was taken for a delivery is known to be another worker's."""
+        return self._slots.get(lease) == []
 
     def take_freed(self) -> Counter[str]:
         """Return how many slots of each name were given back since the last call."""
@@ -355,8 +360,7 @@ class LeaseBook:
                 self._on_own_sign_missing()
                 self._coordination.claim(names, self.token, self.alive_ttl)
                 self._has_shown = True
-                if self._slots:
-                    self._claim_slots_again()
+                self._claim_slots_again()
             self._shown_at = began
         except CoordinationError as error:
             self._breaker.record_failure(began)
@@ -376,13 +380,23 @@ class LeaseBook:
         if self._has_shown and self._clock.monotonic() > due and not self._breaker.is_open():
             self.show_alive()
 
-    def _claim_slots_again(self) -> None:
-        """Tell coordination, which has lost its data, which slots are taken here."""
+    def _claim_slots_again(self, missing: Collection[str] | None = None) -> None:
+        """Tell coordination, which has lost its data or thought this worker dead, which slots are
+        taken here, and note those that are another worker's by now.
+
+        :param missing: leases that it does not know of; by default no slot is known.
+        """
         with self._lock:
-            slots = [slot for each in self._slots.values() for slot in each]
-            ttls = {self._held[slot][0] for slot in slots if slot in self._held}
-        if slots:
-            self._coordination.claim(slots, self.token, max(ttls, default=self.ttl))
+            taken = [slot for each in self._slots.values() for slot in each]
+            slots = [slot for slot in taken if missing is None or slot in missing]
+            ttl = max(
+                (self._held[slot][0] for slot in slots if slot in self._held), default=self.ttl
+            )
+        claims = self._coordination.claim(slots, self.token, ttl) if slots else []
+        with self._lock:
+            for slot, claim in zip(slots, claims, strict=True):
+                if not claim.acquired:
+                    self._note_lost(slot)
 
     def release_all(self) -> None:
         """Let others take over at once whatever is still held."""
@@ -398,12 +412,16 @@ class LeaseBook:
             held = dict(self._held)
         if not held or self._breaker.is_open():
             return
-        began = self._clock.monotonic()
+        began, missing = self._clock.monotonic(), set[str]()
         try:
             for ttl in {ttl for ttl, _ in held.values()}:
                 names = [name for name, (lasts, _) in held.items() if lasts == ttl]
-                self._coordination.renew(names, self.token, ttl)
+                answers = self._coordination.renew(names, self.token, ttl)
+                each = zip(names, answers, strict=True)
+                missing.update(name for name, is_held in each if not is_held)
                 self._breaker.record_success()
+            if missing and self._slots:
+                self._claim_slots_again(missing)
         except CoordinationError as error:
             self._breaker.record_failure(began)
             self._warn("Leases not renewed", error)

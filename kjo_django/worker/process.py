@@ -191,6 +191,7 @@ class Worker:
             runtime.clock,
             frozen_after=self.leases.alive_ttl.total_seconds(),
             has_slot=self.leases.has_slot,
+            has_lost_slot=self.leases.has_lost_slot,
         )
         self._direct_steps = DirectSteps(self.leases, self.scheduler)
         listeners = [self.statistics.add, send_signals]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
 from kjo_django.coordination.base import slot_name
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.engine.handler.timeouts import LOOK, RunningCall, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
+from kjo_django.exceptions import JobCancelledError
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.faults.clock import Clock
 
@@ -49,3 +53,98 @@ def test_a_slot_that_was_lost_and_taken_again_stays_when_the_first_delivery_ends
     # And free when that has ended
     frozen.release(["next"])
     assert takes_slot(other, "theirs")
+
+
+# --- Runs whose slot is another's -----------------------------------------------------------------
+
+
+class Worker:
+    """Leases, and the watch of what runs under them."""
+
+    def __init__(self) -> None:
+        self.leases = living("late")
+        self.watch = TimeoutWatch(
+            frozen_after=ALIVE.total_seconds(),
+            has_slot=self.leases.has_slot,
+            has_lost_slot=self.leases.has_lost_slot,
+        )
+        self.watch.step()
+        assert takes_slot(self.leases, "delivery")
+
+    def call(self) -> RunningCall:
+        """Call the handler of the delivery that has the slot."""
+        context = JobContext("id", 1, 5, "id", "q")
+        context.lease = "delivery"
+        return RunningCall(self.watch, context, 3600.0)
+
+    def looks(self) -> None:
+        """Look as the watch's thread does; what that raises is raised here."""
+        self.watch.step()
+        for _ in range(1000):
+            pass
+
+
+def another_takes_the_slot() -> LeaseBook:
+    other = living("other")
+    assert other.release_abandoned([SLOT]) == {SLOT}
+    assert takes_slot(other, "theirs")
+    return other
+
+
+def test_a_run_that_begins_after_the_thaw_is_interrupted(standing_clock: Clock) -> None:
+    # Given a worker that is frozen between taking a slot and calling the handler
+    worker = Worker()
+    standing_clock.advance(ALIVE.total_seconds() + 1)
+    another_takes_the_slot()
+    # When it goes on, and its watch looks before the handler is called
+    worker.watch.step()
+    with pytest.raises(JobCancelledError, match="has lost its slot"), worker.call():
+        worker.leases.show_alive()
+        standing_clock.advance(LOOK)
+        worker.looks()
+
+
+def test_a_run_is_interrupted_after_a_freeze_shorter_than_a_sign_of_life(
+    standing_clock: Clock,
+) -> None:
+    worker = Worker()
+    with pytest.raises(JobCancelledError, match="has lost its slot"), worker.call():
+        # Given a sign that is some seconds old, when the worker is frozen
+        standing_clock.advance(4)
+        worker.looks()
+        standing_clock.advance(ALIVE.total_seconds() - 3)
+        another_takes_the_slot()
+        # When it goes on
+        worker.leases.show_alive()
+        worker.looks()
+
+
+@pytest.mark.parametrize("duty", [LeaseBook.show_alive, LeaseBook.renew])
+def test_a_run_is_interrupted_whose_worker_could_not_give_its_sign(
+    standing_clock: Clock, duty: Callable[[LeaseBook], None]
+) -> None:
+    """It waited for others to have written, and was never frozen."""
+    worker = Worker()
+    with pytest.raises(JobCancelledError, match="has lost its slot"), worker.call():
+        while standing_clock.offset < ALIVE.total_seconds() + 1:
+            standing_clock.advance(LOOK)
+            worker.looks()
+        another_takes_the_slot()
+        duty(worker.leases)
+        worker.looks()
+
+
+def test_a_run_goes_on_whose_slot_nobody_has_taken(standing_clock: Clock) -> None:
+    # Given a worker whose sign was missing for a while
+    worker = Worker()
+    with worker.call():
+        while standing_clock.offset < ALIVE.total_seconds() + 1:
+            standing_clock.advance(LOOK)
+            worker.looks()
+        # When it gives its sign again
+        worker.leases.show_alive()
+        worker.looks()
+    # Then the slot is its own, until the delivery ends
+    assert get_coordination().holders([SLOT]) == {SLOT: "late"}
+    worker.leases.release(["delivery"])
+    assert get_coordination().holders([SLOT]) == {}

@@ -137,6 +137,8 @@ class TimeoutWatch:
     :param frozen_after: seconds between two looks after which this process counts as frozen.
     :param has_slot: returns whether the run under this lease needs a slot, which a worker that was
         frozen has lost. Such a run is interrupted.
+    :param has_lost_slot: returns whether the slot of the run under this lease is known to be
+        another worker's. Such a run is interrupted, too.
     """
 
     def __init__(
@@ -146,11 +148,13 @@ class TimeoutWatch:
         *,
         frozen_after: float = math.inf,
         has_slot: Callable[[str], bool] = lambda lease: False,
+        has_lost_slot: Callable[[str], bool] = lambda lease: False,
     ) -> None:
         self.clock = clock
         self._on_hung = on_hung
         self._frozen_after = frozen_after
         self._has_slot = has_slot
+        self._has_lost_slot = has_lost_slot
         self._looked_at = math.inf
         self.calls: set[RunningCall] = set()
         """Every call that runs, with a limit or without."""
@@ -211,13 +215,14 @@ class TimeoutWatch:
     def _look(self) -> float:
         now = self.clock.monotonic()
         calls = list(self.calls)
-        if now - self._looked_at > self._frozen_after:
-            for call in calls:
-                if call.limit is not None and any(
-                    self._has_slot(run.lease) for run in runs_of(call.context)
-                ):
-                    call.is_lost, call.due_at = True, now
-                    call.context.abort(Abort.LOST)
+        was_frozen = now - self._looked_at > self._frozen_after
+        is_lost = self._has_slot if was_frozen else self._has_lost_slot
+        for call in calls:
+            if call.limit is None or call.is_over:
+                continue
+            if any(is_lost(run.lease) for run in runs_of(call.context)):
+                call.is_lost, call.due_at = True, now
+                call.context.abort(Abort.LOST)
         self._looked_at = now
         for call in calls:
             if call.due_at > now:
