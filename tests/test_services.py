@@ -24,7 +24,7 @@ from tests.services import (
     running,
 )
 from tests.services.ports import free_port, is_open
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # starts servers
 
@@ -38,8 +38,8 @@ import psycopg, redis
 from confluent_kafka.admin import AdminClient, NewTopic
 
 admin = AdminClient({"bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"]})
-admin.create_topics([NewTopic("greetings", 2)])["greetings"].result(10)
-deadline = time.monotonic() + 15
+admin.create_topics([NewTopic("greetings", 2)])["greetings"].result(120)
+deadline = time.monotonic() + 120
 while "greetings" not in (topics := admin.list_topics(timeout=10).topics):
     assert time.monotonic() < deadline  # created is not yet told to every broker
     time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_an_interrupt_reaches_the_command_and_the_servers_stop_after_it(
         process.send_signal(signal.SIGINT)
 
         # The command's own handler chose this exit code.
-        assert process.wait(20) == 7
+        assert process.wait(PATIENCE) == 7
         assert not any(map(is_open, ports))
         assert not list(temporary.iterdir())
 
@@ -171,7 +171,7 @@ def test_a_second_signal_forces_a_command_that_ignores_the_first() -> None:
 
         process.send_signal(signal.SIGTERM)
 
-        assert process.wait(20) == 128 + signal.SIGKILL
+        assert process.wait(PATIENCE) == 128 + signal.SIGKILL
         assert not any(map(is_open, ports))
 
 

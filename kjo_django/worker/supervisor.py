@@ -30,6 +30,8 @@ WAS_SIGNALLED = 4
 the signal is started again: so the workers of a supervisor are restarted one after the other."""
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
+LONGEST_DELAY = 30.0
+"""Seconds until such a child is started again, at most."""
 TICK = 0.1
 """Seconds between looks at the children. A signal that comes when Python has looked for one and is
 about to wait is not handled before that wait ends, so there must be none without an end."""
@@ -171,7 +173,7 @@ class _Supervisor:
                 continue
             is_quick = now - started < QUICK_DEATH
             self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
-            delay = min(2.0 ** (self._quick_deaths - 1), 30.0) if is_quick else 0.0
+            delay = min(2.0 ** (self._quick_deaths - 1), LONGEST_DELAY) if is_quick else 0.0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             message = "Worker process %d died (%s); starting another in %g s"
             logger.error(message, pid, how, delay)

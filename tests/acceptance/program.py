@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.waiting import PATIENCE
+
 LOG_TAIL_LINES = 40
 
 
@@ -71,14 +73,14 @@ class Program:
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """Return the exit code, negative for a signal."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self} still runs after {timeout:g} s") from None
 
-    def stop(self, timeout: float = 30.0) -> int:
+    def stop(self, timeout: float = PATIENCE) -> int:
         """Terminate it and return the exit code."""
         self.terminate()
         return self.wait(timeout)

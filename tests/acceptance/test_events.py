@@ -37,7 +37,7 @@ def worker_of(service: Engine, *arguments: str) -> Program:
 
 def drain(service: Engine) -> None:
     worker = worker_of(service, "--drain")
-    assert worker.wait(90) == 0, worker.log_tail()
+    assert worker.wait() == 0, worker.log_tail()
 
 
 def event(**data: object) -> BaseEvent:
@@ -77,7 +77,7 @@ def test_a_crash_in_the_middle_of_a_batch(service: Engine, tmp_path: Path) -> No
     ids += tell(service, event(note=3, kill=str(tmp_path / "once")))
     ids += tell(service, *(event(note=n) for n in (4, 5)))
     first = worker_of(service)
-    assert first.wait(60) == -signal.SIGKILL, first.log_tail()
+    assert first.wait() == -signal.SIGKILL, first.log_tail()
     drain(service)
     assert service.ledger() == dict.fromkeys(ids, 1)
     notes = service.entries.order_by("pk").values_list("note", flat=True)

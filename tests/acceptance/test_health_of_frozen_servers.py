@@ -39,7 +39,7 @@ def engine(
 
 def health_of(engine: Engine) -> dict[str, dict[str, Any]]:
     command = engine.manage("kjo_health", "--json", "--timeout", "6")
-    command.wait(60)
+    command.wait()
     line = next(line for line in command.log.splitlines() if line.startswith("{"))
     return {check["name"]: check for check in json.loads(line)["checks"]}
 

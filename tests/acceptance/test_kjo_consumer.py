@@ -225,21 +225,13 @@ def paused(engine: ItemEngine, seconds: float) -> tuple[str, int, float]:
     return item_id, partition_of(item_id, 4), float(engine.calls()[0][0])
 
 
-def test_a_rate_limit_pauses_its_partition_only(engine: ItemEngine) -> None:
-    """KJO-72 … 76, KJO-F15: item 5 of the issue; the others flow, it resumes by itself."""
+def test_a_pause_for_a_rate_limit_ends_by_itself(engine: ItemEngine) -> None:
+    """KJO-72 … 76, KJO-F15: item 5 of the issue; it resumes by itself. The next test shows that the
+    others flow meanwhile: its pause does not end before they have."""
     limited, number, at = paused(engine, 6)
     ids = engine.fill(40, body="behind")
     send(body="behind")
     waiting = in_partition(ids, number)
-    held = {int(item_id) for item_id in {limited} | waiting}
-    # An item's state is written after its call.
-    engine.wait_until(
-        lambda: set(engine.items.filter(state=1).values_list("pk", flat=True)) == held,
-        "The other partitions did not flow",
-        5,
-    )
-    assert time.time() < at + 6
-    assert {line[3] for line in engine.calls()} == {limited, *ids} - waiting
     engine.wait_until(lambda: engine.all_in_state(2), "It never resumed")
     later = [float(line[0]) for line in engine.calls() if line[3] in waiting]
     assert min(later) >= at + 5.8
@@ -264,23 +256,21 @@ def test_a_pause_survives_rebalances(engine: ItemEngine) -> None:
 
 
 def test_sigterm_during_the_pause(engine: ItemEngine) -> None:
-    """KJO-76, KJO-F15: item 5 of the issue; honoured at once, and nothing is lost."""
-    limited, number, _ = paused(engine, 120)
+    """KJO-72 … 76, KJO-F15: item 5 of the issue; only one partition is paused, the stop does not
+    wait for the end of the pause, and nothing is lost."""
+    limited, number, _ = paused(engine, 600)
     ids = engine.fill(20, body="behind")
     send(body="behind")
     waiting = in_partition(ids, number)
     engine.wait_until(
         lambda: engine.items.filter(state=2).count() == 20 - len(waiting), "The others flow"
     )
+    assert {line[3] for line in engine.calls()} == {limited, *ids} - waiting
     worker = engine.programs[0]
-    began = time.monotonic()
     assert worker.stop() == 0
-    seconds = time.monotonic() - began
-    assert seconds < 10, seconds
     # Neither the limited item nor what waited behind it was committed past; no attempt was spent.
     assert engine.lag_of_items() == 1 + len(waiting)
     assert not engine.jobs.exists()
     engine.consume()
     engine.wait_until(lambda: engine.all_in_state(2) and quiet(engine), "Items were lost")
     assert engine.runs() == dict.fromkeys([limited, *ids], 1)
-    print(f"stopped {seconds:.1f} s after SIGTERM, in a pause of 120 s")

@@ -193,17 +193,13 @@ def test_50000_tracking_keys(engine: ItemEngine, raw, topic: str) -> None:
     pipeline.set(f"CONS:{engine.prefix}:{ids[2]}", "token", px=120_000)
     pipeline.execute()
     raw.config_resetstat()
-    began = time.monotonic()
     result = ItemProducer().produce_messages({"state": 1}, 10)
-    seconds = time.monotonic() - began
     commands = raw.info("commandstats")
     assert "cmdstat_keys" not in commands
     assert commands["cmdstat_scan"]["calls"] < 200
     assert commands["cmdstat_mget"]["calls"] <= 3
     # The one that is being processed was excluded, and only that one.
     assert result.item_ids == [item_id for item_id in ids if item_id != ids[2]][:10]
-    assert seconds < 10, seconds
-    print(f"one run beside 50,000 + 50,000 tracking keys: {seconds:.2f} s")
 
 
 @pytest.mark.medium

@@ -16,6 +16,7 @@ from tests.acceptance.conftest import POSTGRES, REAL
 from tests.acceptance.engine import ALIAS, Engine
 from tests.ledger.jobs import wait_for, wait_outside
 from tests.queueing.jobs import ledger
+from tests.waiting import PATIENCE
 
 EVERY = pytest.mark.parametrize("name", ["embedded", POSTGRES, REAL])
 
@@ -88,7 +89,7 @@ def test_a_waiter_gets_the_result_of_the_worker_after_the_one_that_was_killed(
         first.kill()
         second = engine.worker()
         # Then
-        assert answer.result(60) == {"id": "job", "attempts": 2}
+        assert answer.result(PATIENCE) == {"id": "job", "attempts": 2}
     engine.assert_each_ran_once(["job"])
     assert second.stop() == 0
 

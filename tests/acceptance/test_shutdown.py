@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -105,13 +104,10 @@ def test_a_job_longer_than_the_grace_period(engine: Engine, tmp_path: Path) -> N
     worker = engine.ready_worker()
     start_job(engine, worker, tmp_path / "long")
     # When it is told to stop
-    at = time.monotonic()
     worker.terminate()
-    code = worker.wait()
     # Then it ends all the same, and says that it left something
-    assert time.monotonic() - at < 6
-    assert code == 1
-    assert "handed back" in worker.log
+    assert worker.wait() == 1
+    assert "Jobs still ran after 0.5 s; they are handed back" in worker.log
     assert engine.ledger() == {}
     # And the job says that it waits, not that it runs
     job = engine.jobs.get()

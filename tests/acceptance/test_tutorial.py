@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -110,7 +110,7 @@ class Reader:
     def end(self) -> None:
         if self._worker is not None:
             self._worker.terminate()
-            self._worker.wait(60)
+            self._worker.wait(PATIENCE)
             self._worker = None
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tests.browser import chromium
 from tests.services.ports import free_port
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 WIDE, NARROW = (1280, 800), (390, 800)
@@ -83,7 +84,7 @@ def running(*arguments: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE)
 
 
 def wait_for(port: int) -> None:

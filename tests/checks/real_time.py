@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from tests.waiting import PATIENCE
+
 ARITHMETIC = {"abs", "float", "int", "max", "mean", "median", "min", "round", "sorted", "sum"}
 """Functions whose answer is a time where they are given one."""
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
@@ -17,10 +19,14 @@ SLEEP_REASON = re.compile(r"#\s*sleep: \S")
 LOOP_REASON = re.compile(r"#\s*timed loop: \S")
 """Ends the line of a loop that looks at the clock, or is before it, and says why it is no wait for
 a state."""
+WAITS = {"join", "result", "wait"}
+"""Methods of threads, processes, events and futures that wait for so many seconds."""
+WAITS_SECONDS = re.compile(rf"\.({'|'.join(sorted(WAITS))})\(\d")
 ELAPSED = (
     "asserts that little real time has passed: set a clock, wait for an event, or mark it long"
 )
 SLEEP = "sleeps: wait for what it is about, or end the line with '# sleep: ' and the reason"
+DEADLINE = "waits with a deadline of its own: give tests.waiting.PATIENCE"
 LOOP = "waits in a loop of its own: tests.waiting.wait_until, or '# timed loop: ' and the reason"
 
 
@@ -37,8 +43,10 @@ def findings(source: str, measuring: Collection[str] = ()) -> list[Finding]:
 
     :param measuring: names of functions, of any module, that return how much time has passed.
     """
-    is_about_time = IMPORTS_TIME.search(source) or any(name in source for name in measuring)
-    return sorted(_Module(source, measuring).findings()) if is_about_time else []
+    is_about_time = _is_about_time(source, measuring)
+    if not is_about_time and not WAITS_SECONDS.search(source):
+        return []
+    return sorted(_Module(source, measuring, is_about_time).findings())
 
 
 def measuring_functions(sources: Collection[str]) -> set[str]:
@@ -49,7 +57,7 @@ def measuring_functions(sources: Collection[str]) -> set[str]:
         more := {
             name
             for source in sources
-            if IMPORTS_TIME.search(source) or any(name in source for name in found)
+            if _is_about_time(source, found)
             for name in _Module(source, found).measuring()
         }
         - found
@@ -58,8 +66,15 @@ def measuring_functions(sources: Collection[str]) -> set[str]:
     return found
 
 
+def _is_about_time(source: str, measuring: Collection[str]) -> bool:
+    return bool(IMPORTS_TIME.search(source)) or any(name in source for name in measuring)
+
+
 class _Module:
-    def __init__(self, source: str, measuring: Collection[str] = ()) -> None:
+    def __init__(
+        self, source: str, measuring: Collection[str] = (), is_about_time: bool = True
+    ) -> None:
+        self._is_about_time = is_about_time
         self._measuring = measuring
         self._tree = ast.parse(source)
         self._lines = source.splitlines()
@@ -72,24 +87,26 @@ class _Module:
         """Functions of ``time`` that were imported from it, by the name they have here."""
 
     def findings(self) -> Iterator[Finding]:
-        if not any(map(_is_long, _marks_of(self._tree))):
+        if self._is_about_time and not any(map(_is_long, _marks_of(self._tree))):
             yield from self._elapsed(self._tree)
         for node in ast.walk(self._tree):
             if self._sleeps(node):
                 yield Finding(node.lineno, SLEEP)  # type: ignore[attr-defined]
+            elif self._has_own_deadline(node):
+                yield Finding(node.lineno, DEADLINE)  # type: ignore[attr-defined]
             elif isinstance(node, ast.While) and self._looks_at_clock(node):
                 yield Finding(node.lineno, LOOP)
 
     def measuring(self) -> Iterator[str]:
         for function in ast.walk(self._tree):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                names = self._told_by_clock(function)
-                if any(
-                    isinstance(node, ast.Return)
-                    and self._is_difference(node.value)
-                    and self._is_of_clock(node.value, names)
+                differences = [
+                    node.value
                     for node in _of_same_function(function)
-                ):
+                    if isinstance(node, ast.Return) and self._is_difference(node.value)
+                ]
+                names = self._told_by_clock(function) if differences else set()
+                if any(self._is_of_clock(each, names) for each in differences):
                     yield function.name
 
     def _is_difference(self, value: ast.expr | None) -> bool:
@@ -123,6 +140,19 @@ class _Module:
             return False
         numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         return not any(SLEEP_REASON.search(self._lines[number - 1]) for number in numbers)
+
+    @staticmethod
+    def _has_own_deadline(node: ast.AST) -> bool:
+        """Return whether a call waits for some seconds. Who waits for less than two wants nothing
+        to come."""
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr=attr),
+                args=[ast.Constant(value=int() | float() as seconds)],
+                keywords=[],
+            ):
+                return attr in WAITS and 2 <= seconds < PATIENCE
+        return False
 
     def _looks_at_clock(self, loop: ast.While) -> bool:
         """Return whether a loop compares the real time with something, or sleeps between two looks,

@@ -1,43 +1,25 @@
 """No verdict of a test depends on how quick the machine is.
 
 No test asserts that little real time has passed, unless it is marked ``long`` or in
-``tests/benchmarks``; each waits by ``tests.waiting.wait_until``; a sleep says what it is for.
+``tests/benchmarks``; each waits by ``tests.waiting.wait_until``, or as long as that does; a sleep
+says what it is for.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.checks.real_time import ELAPSED, LOOP, SLEEP, findings, measuring_functions
+from tests.checks.real_time import DEADLINE, ELAPSED, LOOP, SLEEP, findings, measuring_functions
 
 pytestmark = pytest.mark.small  # reads files
 
 TESTS = Path(__file__).resolve().parents[1]
 NOT_HELD = ("benchmarks",)
 """Folders that are about real time."""
-TO_CONVERT: dict[str, int] = {
-    "acceptance/test_kafka_secured.py": 1,
-    "acceptance/test_kjo_consumer.py": 2,
-    "acceptance/test_kjo_producer.py": 1,
-    "acceptance/test_shutdown.py": 1,
-    "api/test_jobs.py": 1,
-    "faults/test_limits.py": 3,
-    "queueing/test_contract.py": 2,
-    "unit/pipeline/test_frozen_redis.py": 1,
-    "unit/test_flow_control.py": 5,
-    "unit/test_kafka_broker.py": 1,
-    "unit/test_kafka_transport.py": 1,
-    "unit/test_operations_status.py": 1,
-    "unit/test_priorities.py": 1,
-    "unit/test_supervisor.py": 2,
-}
-"""How many findings are left in which modules. It only shrinks: what is mended is taken away."""
 
 
-@cache
 def found() -> dict[str, list[str]]:
     """Return the findings in each module that has any, by its path in the tests."""
     modules = {path.relative_to(TESTS): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
@@ -51,22 +33,7 @@ def found() -> dict[str, list[str]]:
 
 
 def test_no_verdict_depends_on_how_quick_the_machine_is() -> None:
-    more = {
-        name: all_of_it
-        for name, all_of_it in found().items()
-        if len(all_of_it) > TO_CONVERT.get(name, 0)
-    }
-    assert more == {}
-
-
-def test_what_is_mended_is_no_longer_listed() -> None:
-    left = {name: len(all_of_it) for name, all_of_it in found().items()}
-    too_many = {
-        name: f"{count}: {left.get(name, 0)} left, 0 is no entry"
-        for name, count in TO_CONVERT.items()
-        if left.get(name, 0) < count
-    }
-    assert too_many == {}
+    assert found() == {}
 
 
 # --- What is found --------------------------------------------------------------------------------
@@ -153,3 +120,19 @@ def test_a_test_marked_long_may_be_about_time(marked: str) -> None:
 )
 def test_loops_and_sleeps_are_found(loop: str, problems: list[str]) -> None:
     assert [each.problem for each in findings(f"import time\n{loop}")] == problems
+
+
+@pytest.mark.parametrize(
+    ("call", "problems"),
+    [
+        ("assert event.wait(10)", [DEADLINE]),
+        ("thread.join(2.5)", [DEADLINE]),
+        ("future.result(30)", [DEADLINE]),
+        ("event.wait(PATIENCE)", []),
+        ("assert not event.wait(0.2)", []),
+        ("handle.wait(3600)", []),
+        ("','.join(parts)", []),
+    ],
+)
+def test_deadlines_that_a_busy_machine_may_miss_are_found(call: str, problems: list[str]) -> None:
+    assert [each.problem for each in findings(call)] == problems

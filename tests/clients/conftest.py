@@ -21,6 +21,7 @@ from tests.clients.consumers import ORDERS, PAYMENTS
 from tests.services.clients import LANGUAGES, command_of, java_source
 from tests.services.fixtures import require
 from tests.services.process import GuardedProcess
+from tests.waiting import PATIENCE
 
 BOOTSTRAP = "KAFKA_BOOTSTRAP_SERVERS"
 APPENDING = "appending"
@@ -140,7 +141,7 @@ class Running:
 
     def kill(self) -> None:
         self._process.signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(PATIENCE)
 
 
 @pytest.fixture

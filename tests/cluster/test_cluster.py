@@ -16,6 +16,7 @@ from tests.cluster.network import obstacle
 from tests.cluster.options import MINUTES, SEED
 from tests.services.fixtures import require
 from tests.services.process import GuardedProcess
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 AT_THE_ENDS = 420.0
@@ -50,7 +51,7 @@ def survive(folder: Path, *arguments: str, seconds: float) -> tuple[str, dict[st
         assert has_ended, f"It still runs after {seconds:.0f} s\n{printed}"
     finally:
         process.signal(signal.SIGKILL)  # its namespaces, and all that runs in them, end with it
-        process.wait(10)
+        process.wait(PATIENCE)
     assert process.exit_code == 0, printed
     return printed, json.loads(summary.read_text())
 

@@ -17,6 +17,7 @@ from kjo_django.store.base import Store
 from kjo_django.store.sqlite import SqliteStore
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
 from tests.conformance.databases import MARIADB, MYSQL, POSTGRES, SQLITE
+from tests.waiting import PATIENCE
 
 
 class DatabaseCoordinationConformance(CoordinationConformance):
@@ -101,7 +102,7 @@ class TestSqlite(DatabaseCoordinationConformance):
             claimer.join(0.3)
             assert not answers, "somebody else writes"
             written_at = timezone.now()
-        claimer.join(10)
+        claimer.join(PATIENCE)
         # Then
         assert answers == [FIRST_CLAIM if call == "claim" else True]
         assert Lease.objects.using(self.alias).get().expires_at >= written_at + MINUTE
@@ -176,7 +177,7 @@ class TestPostgres(DatabaseCoordinationConformance):
             (ended,) = cursor.fetchone()
         assert ended
         # Then
-        assert listener.wait(20) == channels, "nobody knows what was missed"
+        assert listener.wait(PATIENCE) == channels, "nobody knows what was missed"
         assert "Lost the listening connection" in caplog.text
         coordination.notify(f"{name}:a")
         self.call_until(listener, f"{name}:a", {f"{name}:a"})

@@ -16,6 +16,7 @@ from kjo_django.testing.conformance import eventually
 from tests.conformance.test_coordination_redis import cache_at
 from tests.services import RedisServer
 from tests.services.fixtures import require
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.redis
 
@@ -151,11 +152,11 @@ class TestRestarts:
         coordination = RedisCoordination({"CACHE": "kjo_restarting"})
         listener = coordination.listen(["c"])
         coordination.notify("c")
-        assert listener.wait(5) == {"c"}
+        assert listener.wait(PATIENCE) == {"c"}
         server.stop()
         assert listener.wait(0.5) == set()
         server.start()
-        assert listener.wait(20) == {"c"}, "nobody knows what was missed"
+        assert listener.wait(PATIENCE) == {"c"}, "nobody knows what was missed"
         coordination.notify("c")
         assert eventually(lambda: listener.wait(1)) == {"c"}
         assert listener.wait(0.2) == set()

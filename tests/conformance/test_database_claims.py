@@ -26,6 +26,7 @@ from kjo_django.transports.database.subscription import (
 )
 from kjo_django.transports.database.transport import forget_groups
 from tests.clocks import SetClock
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(
@@ -441,7 +442,7 @@ def test_a_lane_settles_on_its_own_connection(
 
     thread = threading.Thread(target=settle)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 0}
 
 

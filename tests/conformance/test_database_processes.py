@@ -29,7 +29,7 @@ from tests.services.fixtures import require
 from tests.services.mariadb import MariaDbServer
 from tests.services.mysql import MySqlServer
 from tests.settings import database as settings_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(
@@ -180,14 +180,14 @@ class TestRestarts:
         coordination = DatabaseCoordination({"DATABASE": "kjo_restarting"})
         listener = coordination.listen(["c"])
         coordination.notify("c")
-        assert listener.wait(5) == {"c"}
+        assert listener.wait(PATIENCE) == {"c"}
 
         server.restart()
         # What was called meanwhile is unknown, so everything counts as called.
-        assert listener.wait(20) == {"c"}
+        assert listener.wait(PATIENCE) == {"c"}
         connections["kjo_restarting"].close()
         coordination.notify("c")
-        assert listener.wait(5) == {"c"}
+        assert listener.wait(PATIENCE) == {"c"}
         assert listener.wait(0.1) == set()
         listener.close()
 

@@ -24,6 +24,7 @@ from kjo_django.worker import Worker
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import KJO, as_job, benched
 from tests.unit.pipeline.bench import reconfigured
+from tests.waiting import PATIENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "logging.md"
 SECRET = "ada@example.com"
@@ -214,7 +215,7 @@ def test_everything_a_workers_lanes_log_names_the_worker(settings, sqlite_file, 
     worker = Worker(["ledger"], max_messages=1)
     thread = threading.Thread(target=worker.run)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert lines.one("Dead-lettered")["worker"] == worker.name
 
 

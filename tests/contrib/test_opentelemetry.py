@@ -45,6 +45,7 @@ from tests.events.conftest import _forget_declarations as forget_declarations  #
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.medium
 
@@ -94,7 +95,7 @@ def work(messages: int) -> None:
     worker = Worker(["ledger"], max_messages=messages)
     thread = threading.Thread(target=worker.run)
     thread.start()
-    thread.join(90)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

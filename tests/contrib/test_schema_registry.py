@@ -43,10 +43,10 @@ from tests.contrib.registry_server import RegistryServer
 from tests.declarations import forgetting
 from tests.mock_kafka import MockKafka
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at
+from tests.waiting import PATIENCE
 
 SUBJECT = "orders-value"
 ORDER = {"number": 7, "note": "süß", "lines": [{"sku": "a"}, {"sku": "b"}]}
-WAIT = 30
 
 
 # --- Schemas of an order, and what a later version adds -------------------------------------------
@@ -496,9 +496,9 @@ def test_a_worker_on_the_database_runs_a_job(settings, server, sqlite_file, orde
     is_completed = Job.objects.filter(state="completed").exists
     thread = threading.Thread(target=worker.run, args=[is_completed])
     thread.start()
-    thread.join(WAIT)
+    thread.join(PATIENCE)
     worker.stop()
-    thread.join(WAIT)
+    thread.join(PATIENCE)
     # Then
     assert taken == [ORDER]
     assert handle.status == "completed"
@@ -516,7 +516,7 @@ def test_a_job_goes_through_kafka(settings, server) -> None:
     handle = as_order_job(taken, avro_order())
     # When
     bench = Bench()
-    eventually(lambda: bench.run() or taken, WAIT, "the job's run")
+    eventually(lambda: bench.run() or taken, PATIENCE, "the job's run")
     bench.close()
     # Then
     assert taken == [ORDER]

@@ -24,6 +24,7 @@ from kjo_django.transports.memory import MemoryTransport
 from tests.dashboard.conftest import url
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
 from tests.unit.deliveries import kafka_at
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db
 
@@ -350,7 +351,7 @@ def test_offsets_are_those_kafka_tells(everybody, settings, kafka_server):
     asked.close()
     admin = AdminClient(servers)
     answers = admin.list_offsets({place: OffsetSpec.latest() for place in places})
-    ends = {place.partition: future.result(30).offset for place, future in answers.items()}
+    ends = {place.partition: future.result(PATIENCE).offset for place, future in answers.items()}
     assert (committed[0], ends) == (3, {0: 5, 1: 2, 2: 0})
     assert shown == {
         number: (

@@ -21,10 +21,9 @@ from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS
 from tests.unit.deliveries import kafka_at
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.kafka
-WAIT = 40
 REFUSED = "A dead letter is not published, trying again"
 
 
@@ -47,7 +46,7 @@ class Topics:
         """From now on the broker takes no dead letters."""
         wait_until(self._is_there)
         for answer in self._admin.delete_topics([self.dead]).values():
-            answer.result(30)
+            answer.result(PATIENCE)
         wait_until(lambda: not self._is_there())
 
     def _is_there(self) -> bool:
@@ -113,11 +112,11 @@ def working(topic: str) -> Iterator[None]:
     thread.start()
     try:
         # Until then it makes topics, and so would give back one that is taken away.
-        assert has_begun.wait(WAIT)
+        assert has_begun.wait(PATIENCE)
         yield
     finally:
         worker.stop()
-        thread.join(WAIT)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 

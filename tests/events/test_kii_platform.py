@@ -30,6 +30,7 @@ from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send
 from tests.factories import ProcessedEventFactory
 from tests.ledger.models import Entry
+from tests.waiting import PATIENCE
 
 DOCS = Path(__file__).parents[2] / "docs"
 SERVERS = {"bootstrap.servers": "localhost:9092"}
@@ -296,11 +297,11 @@ def test_a_consumer_of_events_stops_gracefully(settings, sqlite_file, number) ->
     @event_handler("T", topic=TOPIC)
     def handle(event: BaseEvent) -> None:
         began.set()
-        ended.wait(20)
+        ended.wait(PATIENCE)
         Entry.objects.create(job=event.id)
 
     def stop() -> None:
-        if not began.wait(20):
+        if not began.wait(PATIENCE):
             worker.stop()  # the assertions below tell
             return
         os.kill(os.getpid(), number)

@@ -34,6 +34,7 @@ from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.test_matrix import SEED
 from tests.faults.world import FACTS, World, _be_impatient, run
 from tests.ledger.models import Entry
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TIME_STANDS = True
@@ -220,7 +221,7 @@ def test_a_death_waits_for_the_call_that_another_thread_is_in(
 
     def wait() -> int:
         entered.set()
-        return int(goes_on.wait(30))
+        return int(goes_on.wait(PATIENCE))
 
     def ask() -> None:
         with within(process.boundary), connection.cursor() as cursor:
@@ -233,14 +234,14 @@ def test_a_death_waits_for_the_call_that_another_thread_is_in(
 
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(ask)
-        assert entered.wait(30)
+        assert entered.wait(PATIENCE)
         # When
         died = threads.submit(process.boundary.die)
         # Then
         assert not wait_for([died], 0.1).done
         goes_on.set()
-        asked.result(30)
-        died.result(30)
+        asked.result(PATIENCE)
+        died.result(PATIENCE)
     process.bury()
     world.end()
 

@@ -56,7 +56,7 @@ class Workers:
 
     def run_for(self, seconds: float, tick: float = TICK) -> None:
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end:  # timed loop: in virtual time
             beats = now >= self.beats_at
             if beats:
                 self.beats_at = now + BEAT
@@ -75,7 +75,7 @@ class Workers:
 
     def run_until_done(self, seconds: float, tick: float = 0.25) -> None:
         end = time.monotonic() + seconds
-        while Job.objects.open().exists() and time.monotonic() < end:
+        while Job.objects.open().exists() and time.monotonic() < end:  # timed loop: the same
             self.run_for(tick, tick)
         assert not Job.objects.open().exists(), list(Job.objects.open().values()[:3])
 
@@ -168,7 +168,7 @@ def test_no_job_starts_later_than_its_permit_where_those_before_it_are_settled_s
 
     def settle_slowly(ended: EndedQueue) -> None:
         before_handler(ended)
-        time.sleep(0.15)
+        time.sleep(0.15)  # sleep: in virtual time
 
     monkeypatch.setattr(Limiter, "await_permit", note_permit)
     monkeypatch.setattr(EndedQueue, "before_handler", settle_slowly)

@@ -34,6 +34,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import Published, Record
 from tests.events.bench import MEMORY, read_all
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db(transaction=True)
 NOW = timedelta(0)
@@ -347,13 +348,13 @@ def test_close_waits_for_messages_in_progress() -> None:
 
     def process(record: Record) -> ProcessingStatus:
         began.set()
-        may_end.wait(30)
+        may_end.wait(PATIENCE)
         return ProcessingStatus.ERROR
 
     consumer = KDLQMessageConsumer("test", DlqConfig("DLQ"), process)
     with ThreadPoolExecutor(2) as threads:
         accepted = threads.submit(consumer.accept, record())
-        assert began.wait(30)
+        assert began.wait(PATIENCE)
         # When
         closed = threads.submit(consumer.close)
         # Then it is refused no more than what comes later
@@ -362,10 +363,10 @@ def test_close_waits_for_messages_in_progress() -> None:
         with pytest.raises(KDLQLifecycleException):
             consumer.accept(record())
         may_end.set()
-        closed.result(30)
+        closed.result(PATIENCE)
         assert accepted.done()
         assert accepted.result() is Status.ROUTED_TO_DLQ
-        threads.submit(connections.close_all).result(30)
+        threads.submit(connections.close_all).result(PATIENCE)
 
 
 def test_close_waits_no_longer_than_it_is_told_and_never_for_itself() -> None:

@@ -32,7 +32,7 @@ from tests.acceptance.program import Program
 from tests.items.models import Item
 from tests.mixed import invariants, names, sessions, trace
 from tests.mixed.plan import PHASE, Move, Plan
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 LANES = "8"
 """More than the plan keeps busy for long: an idle queue never waits for a lane."""
@@ -298,7 +298,7 @@ class ProcessStage(Stage):
             program.terminate()
         for program in [*self._workers, *self._leaving]:
             try:
-                code = program.wait(60)
+                code = program.wait(PATIENCE)
             except AssertionError as error:
                 self.complaints.append(str(error))
             else:

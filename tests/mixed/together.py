@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.mixed.plan import Move, Plan, draw
 from tests.mixed.trace import FILE, note
+from tests.waiting import PATIENCE
 
 END = 90.0
 FAILING = 0.02
@@ -51,7 +52,7 @@ class Together:
             worker.stop()
         threads = [*self._leaving, *(thread for _, thread in self._workers)]
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         self._note_topics()
         return sum(thread.is_alive() for thread in threads)
 
@@ -112,7 +113,7 @@ class Together:
         worker, thread = self._workers.pop(0)
         worker.stop()
         self._leaving.append(thread)
-        thread.join(60)
+        thread.join(PATIENCE)
 
     def _do_refuse(self, move: Move) -> None:
         self._transport.fail("the broker is away")

@@ -24,7 +24,7 @@ from kjo_django.states import OPEN
 from tests.databases import led_to
 from tests.ledger.models import Entry
 from tests.settings import database as settings_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "kjo_django/migrations/0006_workflows.py"
@@ -108,7 +108,7 @@ class Release:
         """Stop the worker in order."""
         assert self.worker is not None
         self.worker.terminate()
-        code = self.worker.wait(60)
+        code = self.worker.wait(PATIENCE)
         # A process that has not come to be a worker yet ends by the signal itself.
         assert code in (0, -signal.SIGTERM), (
             f"A worker of the {self.name} release ended with {code}"

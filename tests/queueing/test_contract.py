@@ -23,7 +23,7 @@ from kjo_django.messages.serializers import JSON
 from kjo_django.models import DeadLetter, Job
 from kjo_django.patterns.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
 from tests.queueing.conftest import Recorder
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -158,11 +158,9 @@ def test_failing_and_failed(queue: Queue) -> None:
     assert (error.job_id, error.attempts, error.last_error) == ("bad", 3, "attempt 3 broke")
     assert error.payload == {"x": 1}
     assert isinstance(error.__cause__, RuntimeError)
-    # And who waits for it now is told at once
-    begun = time.monotonic()
+    # And who waits for it now is told, though nothing will happen
     with pytest.raises(JobFailedError, match="attempt 3 broke"):
         queue.enqueue_and_wait("bad", {"x": 1})
-    assert time.monotonic() - begun < 5
     answer = queue.enqueue("bad", {"x": 1})
     assert (answer.status, answer.existing_state) == ("duplicate", "failed")
     assert queue.get_status("bad").error == "attempt 3 broke"
@@ -366,7 +364,7 @@ def test_stop_waits_and_hands_back(queue: Queue) -> None:
     def handle(job: Any) -> str:
         runs.append((job.id, job.attempts))
         if job.id == "stubborn" and not may_end.is_set():
-            assert job.signal.wait(30)
+            assert job.signal.wait(PATIENCE)
             job.raise_if_aborted()
         if job.id == "slow":
             time.sleep(0.5)  # sleep: so that it runs while the queue stops
@@ -399,7 +397,7 @@ def test_a_running_job_is_cancelled_if_it_agrees(queue: Queue) -> None:
     def handle(job: Any) -> None:
         runs.append(job.id)
         job.progress(40, "half of it")
-        if job.signal.wait(20):
+        if job.signal.wait(3600):
             job.raise_if_aborted()
 
     queue.execute(handle, atomic=False)
@@ -414,12 +412,10 @@ def test_a_running_job_is_cancelled_if_it_agrees(queue: Queue) -> None:
     # Asked politely, nothing happens
     assert queue.cancel("long") is CancelResult.PROCESSING
     # When it is asked to end
-    asked = time.monotonic()
     assert queue.cancel("long", abort=True) is CancelResult.PROCESSING
+    # Then it ends before it would by itself, and is not retried
     with pytest.raises(JobCancelledError):
         queue.wait("long")
-    # Then it ends within two seconds and is not retried
-    assert time.monotonic() - asked < 4
     assert state_of(queue, "long") == "cancelled"
     assert runs == ["long"]
     assert not DeadLetter.objects.filter(queue=queue.name).exists()

@@ -25,7 +25,7 @@ from kjo_django.worker.duties import DutyThread, Rescuer
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 from tests.factories import JobFactory, WorkerFactory
 from tests.queueing.conftest import QUICK
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 
 def test_a_worker_rescues_jobs_whose_message_is_gone(queue: Queue, settings: Any) -> None:
@@ -65,7 +65,7 @@ def running(thread: DutyThread) -> Iterator[None]:
         yield
     finally:
         thread.stop()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -92,7 +92,7 @@ def test_one_rescuer_works_at_a_time(file_queue: Queue, monkeypatch: pytest.Monk
                 assert set(working) == {"first"}
                 # And when it stops, the other
                 first.stop()
-                first.join(20)
+                first.join(PATIENCE)
                 working.clear()
                 wait_until(lambda: working)
                 assert set(working) == {"second"}

@@ -113,7 +113,7 @@ def test_who_comes_later_waits_too(queue: Queue) -> None:
     """PJQ-15, PJQ-61, PJQ-74: a duplicate waits for the job that is under way, in whichever
     process it was enqueued."""
     go = threading.Event()
-    recorder = Recorder(lambda job: go.wait(20) and job.payload)
+    recorder = Recorder(lambda job: go.wait(PATIENCE) and job.payload)
     queue.execute(recorder.__call__, atomic=False)
     queue.enqueue("same", "of the first")
 
@@ -130,7 +130,7 @@ def test_who_comes_later_waits_too(queue: Queue) -> None:
         queue.start()
         wait_until(lambda: recorder.seen)
         go.set()
-        assert [answer.result(20) for answer in answers] == ["of the first"] * 6
+        assert [answer.result(PATIENCE) for answer in answers] == ["of the first"] * 6
     assert len(recorder.seen) == 1
 
 

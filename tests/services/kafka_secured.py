@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.services.certificates import make_certificates
 from tests.services.kafka import KafkaServer
 from tests.services.ports import free_port
+from tests.waiting import PATIENCE
 
 USER, PASSWORD = "shop", "kjo-tests-s3cret"
 PLAIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
@@ -55,7 +56,7 @@ class SecuredKafkaServer(KafkaServer):
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         user = UserScramCredentialUpsertion(name, info, password.encode())
         client = AdminClient({"bootstrap.servers": self.bootstrap_servers})
-        client.alter_user_scram_credentials([user])[name].result(10)
+        client.alter_user_scram_credentials([user])[name].result(PATIENCE)
 
     def _prepare(self) -> None:
         _, server = make_certificates(self.directory)

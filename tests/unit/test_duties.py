@@ -28,7 +28,7 @@ from kjo_django.worker.duties import (
 )
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, Bench, SetClock
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -85,10 +85,10 @@ def run_until_it_has_worked(sweep):
     thread = DutyThread(current_runtime(), "sweep", [sweep])
     thread.start()
     try:
-        assert sweep.has_worked.wait(20)
+        assert sweep.has_worked.wait(PATIENCE)
     finally:
         thread.stop()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -124,10 +124,10 @@ def test_one_that_fails_keeps_no_other_of_its_thread_from_its_work():
     thread = DutyThread(current_runtime(), "both", [failing, other])
     thread.start()
     try:
-        assert other.has_worked.wait(10)
+        assert other.has_worked.wait(PATIENCE)
     finally:
         thread.stop()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -140,7 +140,7 @@ def test_a_rest_without_end_ends_no_duty(pause):
     thread.join(0.2)
     assert thread.is_alive()
     thread.stop()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -259,7 +259,7 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     # Then
     assert poller.woken.is_set()
     thread.stop()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -278,7 +278,7 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(
     # Then
     assert poller.woken.is_set()
     thread.stop()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert caplog.text.count("This worker cannot be notified") == 1
 

@@ -28,8 +28,8 @@ from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
 from tests.unit.test_scheduler import delivery, handler
-from tests.unit.workers import WAIT, Running
-from tests.waiting import wait_until
+from tests.unit.workers import Running
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -273,7 +273,7 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
     wait_until(lambda: len(tries) >= 3)
     flight.is_closed = True
     flight._has_closed.set()
-    thread.join(WAIT)
+    thread.join(PATIENCE)
     assert tries[2] - tries[0] >= 0.4
 
 
@@ -294,7 +294,7 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
     # Given
     as_job(exit_beside_the_next, atomic=False, max_attempts=1).enqueue()
     with Running() as running:
-        assert is_flying.wait(WAIT)
+        assert is_flying.wait(PATIENCE)
         # When
         as_job(land, atomic=False, max_attempts=1).enqueue()
         # Then
@@ -329,7 +329,7 @@ def test_a_job_cancelled_in_the_air_is_cancelled(configured):
 
     answer = as_job(obedient, atomic=False, takes_context=True).enqueue()
     with Running():
-        assert flying.wait(WAIT)
+        assert flying.wait(PATIENCE)
         cancel_one(answer.job_id, abort=True)
         wait_until(settled)
     assert states() == ["cancelled"]
@@ -414,7 +414,7 @@ def test_a_worker_that_stops_lets_them_land(configured):
 
     as_job(last, atomic=False).enqueue(job="a")
     with Running() as running:
-        assert flying.wait(WAIT)
+        assert flying.wait(PATIENCE)
     assert running.code == 0
     assert states() == ["completed"]
     assert Entry.objects.count() == 1
@@ -434,7 +434,7 @@ def test_what_does_not_land_in_time_is_handed_back_and_runs_elsewhere(configured
 
     as_job(stubborn, atomic=False).enqueue()
     with Running() as first:
-        assert flying.wait(WAIT)
+        assert flying.wait(PATIENCE)
     assert first.code == 1
     assert states() == ["queued"]
     is_second.set()
@@ -455,7 +455,7 @@ def test_an_obedient_one_keeps_its_attempt(configured):
 
     as_job(obedient, atomic=False, takes_context=True).enqueue()
     with Running() as running:
-        assert flying.wait(WAIT)
+        assert flying.wait(PATIENCE)
     assert running.code == 0
     assert list(Job.objects.values_list("state", "attempts")) == [("queued", 0)]
 

@@ -21,6 +21,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import WorkerFactory
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db(transaction=True)
 KJO = {
@@ -117,7 +118,7 @@ def test_those_who_ask_at_once_and_again_share_one_run(monkeypatch) -> None:
     def probe(self, timeout):
         runs.append(1)
         is_asked.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(PATIENCE)
         return "well"
 
     monkeypatch.setattr(MemoryTransport, "probe", probe)
@@ -131,7 +132,7 @@ def test_those_who_ask_at_once_and_again_share_one_run(monkeypatch) -> None:
     # When
     for asker in askers:
         asker.start()
-    assert is_asked.wait(20)
+    assert is_asked.wait(PATIENCE)
     goes_on.set()
     for asker in askers:
         asker.join()

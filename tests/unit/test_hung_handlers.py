@@ -13,8 +13,8 @@ from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, entries
-from tests.unit.workers import WAIT, Running
-from tests.waiting import wait_until
+from tests.unit.workers import Running
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.medium,
@@ -62,7 +62,7 @@ def hanging():
     yield hanging
     if hanging.thread is not None and hanging.thread.is_alive():
         hanging.release()
-        hanging.thread.join(WAIT)
+        hanging.thread.join(PATIENCE)
 
 
 @pytest.mark.parametrize("kind", ["atomic", "outside", "batch", "coroutine"])
@@ -100,7 +100,7 @@ def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
         assert entries() == expected
         # And when it returns after all, that changes nothing
         hanging.release()
-        hanging.thread.join(WAIT)
+        hanging.thread.join(PATIENCE)
         assert not hanging.thread.is_alive()
         assert entries() == expected
         assert Job.objects.get(pk=id).finished_at == job.finished_at

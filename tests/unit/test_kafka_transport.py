@@ -24,6 +24,7 @@ from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp
 from kjo_django.transports.kafka import KafkaTransport, publisher, reading, subscription
 from kjo_django.transports.kafka.clients import close_behind
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.medium  # the client waits in real time, for a broker that is its own mock
 
@@ -288,6 +289,7 @@ def test_calls_at_once_have_a_producer_each(transport, topic):
     assert 1 <= len(made) <= 4
 
 
+@pytest.mark.long  # asserts how long it takes
 def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
     publish(transport, topic, b"connects")
 
@@ -921,7 +923,7 @@ def test_questions_nobody_answered_are_asked_by_another_client(transport, topic,
         # Then
         assert sum(transport.lag([topic], group).values()) == 3
         assert questions._consumer not in (None, first, asked)
-        assert closed.wait(10)
+        assert closed.wait(PATIENCE)
         first.close()
 
 

@@ -16,7 +16,7 @@ import yaml
 from kjo_django.contrib.prometheus.exposition import collect, render
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.operations.monitoring.health import Thresholds
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING_FILES = DOCS / "monitoring"
@@ -237,7 +237,7 @@ def sentinel(redis_server, tmp_path):
         yield port
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
 
 
 @pytest.mark.redis
@@ -259,7 +259,7 @@ def test_the_configuration_of_sentinel_reaches_the_primary(settings, sentinel):
         assert coordination.memory_bytes(5) > 100_000
         listener = coordination.listen(["kjo-sentinel"])
         coordination.notify("kjo-sentinel")
-        assert listener.wait(5) == {"kjo-sentinel"}
+        assert listener.wait(PATIENCE) == {"kjo-sentinel"}
         listener.close()
     finally:
         coordination.release([name], "me")

@@ -26,6 +26,7 @@ from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
 from tests.unit.deliveries import on_memory
+from tests.waiting import PATIENCE
 
 # The probes run in threads of their own, which see committed rows only.
 pytestmark = [pytest.mark.medium, pytest.mark.django_db(transaction=True)]
@@ -60,7 +61,7 @@ def test_a_check_that_times_out_says_so_and_advises_nothing_else(monkeypatch, wo
     answered = threading.Event()
 
     def hang(thresholds, timeout):
-        answered.wait(60)
+        answered.wait(PATIENCE)
         return True, "", ""
 
     slow = [replace(probe, ask=hang) if probe.name == "progress" else probe for probe in PROBES]
@@ -244,7 +245,7 @@ def test_a_broker_away_for_an_hour_is_asked_for_the_lag_by_one_thread_at_a_time(
 
     def lag(self, topics, group):
         asked.append(topics)
-        answered.wait(60)
+        answered.wait(PATIENCE)
         return {}
 
     monkeypatch.setattr(MemoryTransport, "lag", lag)

@@ -25,7 +25,7 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.ledger.jobs import write
 from tests.unit.deliveries import kafka_at
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
 
@@ -114,7 +114,7 @@ def test_a_job_over_its_topics_limit_is_a_dead_letter_until_the_limit_is_raised(
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[raised])
     admin = AdminClient({"bootstrap.servers": kafka_server.bootstrap_servers})
     for future in admin.incremental_alter_configs([resource]).values():
-        future.result(30)
+        future.result(PATIENCE)
     assert replay(DeadLetter.objects.all()).replayed == 1
 
     def is_taken():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from datetime import timedelta
 
 import pytest
@@ -154,15 +153,11 @@ def test_a_broker_that_answers_nothing_keeps_no_screen_waiting(settings, monkeyp
     """A web server would end the request that waits half a minute for a broker that is away."""
     monkeypatch.setattr("kjo_django.transports.kafka.transport.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        settings.KJO = {
-            **kafka_at(f"127.0.0.1:{silent.getsockname()[1]}"),
-            "QUEUES": {"emails": {}},
-        }
-        started = time.monotonic()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        settings.KJO = {**kafka_at(address, request_timeout=3600), "QUEUES": {"emails": {}}}
         # When
         found = queue("emails")
-        # Then
-        assert time.monotonic() - started < 20
+        # Then it was not waited for as long as a worker would
         assert found["lag"] is None
         assert found["lag_error"].startswith("Kafka, emails: ")
         get_transport().close()

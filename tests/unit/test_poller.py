@@ -17,7 +17,7 @@ from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -25,7 +25,6 @@ MEMORY = {
     "BACKEND": "kjo_django.transports.memory.MemoryTransport",
     "OPTIONS": {"partitions": 2},
 }
-WAIT = 10
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ class Polling(Poller):
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()
-            self._thread.join(WAIT)
+            self._thread.join(PATIENCE)
             assert not self._thread.is_alive()
 
 
@@ -108,7 +107,7 @@ def publish(*values: bytes, topic: str = "ledger", partition: int | None = None)
 
 def take(lanes: Watched) -> bytes:
     """Take the next delivery; a thread may have to poll it first."""
-    group = lanes.take(timeout=WAIT)
+    group = lanes.take(timeout=PATIENCE)
     assert group is not None, "nothing came"
     delivery = group.deliveries[0]
     delivery.subscription.acknowledge([delivery.record])
@@ -159,7 +158,7 @@ def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, 
     monkeypatch.setitem(registry._routes, "ledger", Route())
     publish(b"bad", b"{}", partition=0)
     make().start()
-    first = lanes.take(timeout=WAIT)
+    first = lanes.take(timeout=PATIENCE)
     assert first is not None, "nothing came"
     assert (first.mode, first.deliveries[0].problem.reason) == (Mode.POISON, "invalid")
     lanes.finish(first)
@@ -198,7 +197,7 @@ def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
     # When
     poller.start()
     wait_until(lambda: lanes.outstanding == 2)
-    group = lanes.take(timeout=WAIT)
+    group = lanes.take(timeout=PATIENCE)
     # Then
     assert poller.polled_count == 2
     assert len(poller.partitions) == 2
@@ -254,7 +253,7 @@ def test_closing_hands_back_what_was_not_settled(make, lanes):
     poller.stop()
     assert lanes.waiting == 0
     other = get_transport().subscribe(["ledger"], "g")
-    assert [one.value for one in other.poll(10, WAIT)] == [b"1"]
+    assert [one.value for one in other.poll(10, PATIENCE)] == [b"1"]
     other.close()
 
 
@@ -369,7 +368,7 @@ def test_a_poller_that_fails_tells_and_starts_over(make, lanes, failing):
     make(on_error=hear).start()
     publish(b"1", partition=0)
     # Then
-    assert failed.wait(WAIT)
+    assert failed.wait(PATIENCE)
     assert told == ["no subscription for you"]
     assert take(lanes) == b"1"
     wait_until(lambda: told[-1] is None)
@@ -383,7 +382,7 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
         publish(b"%d runs" % partition, partition=partition)
         wait_until(lambda: lanes.filled.is_set())
         lanes.filled.clear()
-    groups = [lanes.take(timeout=WAIT)]
+    groups = [lanes.take(timeout=PATIENCE)]
     # When: another member comes, and gets one of the two
     other = get_transport().subscribe(["ledger"], "g")
     taken: list[Record] = []
@@ -404,7 +403,7 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
     mine, theirs = poller.partitions, other.assignment()
     assert {*mine, *theirs} == {TopicPartition("ledger", 0), TopicPartition("ledger", 1)}
     done.set()
-    thread.join(WAIT)
+    thread.join(PATIENCE)
     other.close()
 
 
@@ -424,7 +423,7 @@ def test_a_rebalance_of_one_group_leaves_what_another_reads_of_the_same_topic(ma
         # Then: that group forgets the partition it gives away, and the other nothing
         left = []
         for _ in range(3):
-            group = lanes.take(timeout=WAIT)
+            group = lanes.take(timeout=PATIENCE)
             left += [delivery.queue.name for delivery in group.deliveries]
             lanes.finish(group)
     finally:
@@ -456,5 +455,5 @@ def test_a_subscription_that_fails_is_closed_whatever_else_fails(make, monkeypat
     poller = make()
     poller.start()
     # Then
-    assert closed.wait(WAIT)
+    assert closed.wait(PATIENCE)
     wait_until(lambda: poller._subscription not in failed and len(poller.partitions) == 2)

@@ -7,6 +7,7 @@ import random
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core.checks import run_checks
@@ -23,13 +24,12 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, MEMORY
-from tests.unit.workers import Configure, Noting
+from tests.unit.workers import Configure, Noting, Turns
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
 PROMISED = 1.0
 """Seconds until an urgent job begins, whatever others do."""
-SOON = 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -291,7 +291,7 @@ def test_a_dead_letter_is_replayed_into_the_level_it_had(levelled):
 class Mail(Noting):
     """A worker whose jobs of the queue ``mail`` take some seconds."""
 
-    def __init__(self, queues: list[str], seconds: float, **options: object) -> None:
+    def __init__(self, queues: list[str], seconds: float = 0.0, **options: Any) -> None:
         super().__init__(queues, seconds, **options)
         self.job = self.jobs["mail"]
 
@@ -302,7 +302,7 @@ class Mail(Noting):
         assert self.begins(lambda begun: len(begun) >= count)
 
     def delay_of_urgent(self, name: str) -> float:
-        return self.delay_of(name, lambda: self.job.using(priority=60).enqueue(name=name), SOON)
+        return self.delay_of(name, lambda: self.job.using(priority=60).enqueue(name=name))
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ BACKLOG = int(os.environ.get("KJO_PRIORITY_BACKLOG", "1500"))
 and all transports, two processors shared by seven others."""
 
 
-@pytest.mark.parametrize(
+beside_a_backlog = pytest.mark.parametrize(
     ("transport", "priorities"),
     [
         ("memory", 3),
@@ -329,6 +329,27 @@ and all transports, two processors shared by seven others."""
         pytest.param("redis_streams", 3, marks=pytest.mark.redis),
     ],
 )
+
+
+@beside_a_backlog
+def test_an_urgent_job_is_fetched_and_begins_before_a_backlog(configure, transport, priorities):
+    # Given a worker that is full of low jobs
+    configure(transport, priorities, MAX_OUTSTANDING=400, GROUP_SIZE=1)
+    mail = Mail(["mail", "other"], release=Turns())
+    low = [{"name": f"low {n}", "waits": 3600} for n in range(BACKLOG)]
+    mail.job.using(priority=-5).enqueue_many(low)
+    with mail:
+        mail.wait_for_count(1)
+        for number in range(5):
+            # When
+            mail.job.using(priority=60).enqueue(name=f"urgent {number}")
+            mail.wait_until_it_holds(f"urgent {number}")
+            # Then it is the next, but for the share of the low ones, which do not starve
+            assert mail.turns_until(f"urgent {number}") <= 4
+
+
+@pytest.mark.long
+@beside_a_backlog
 def test_an_urgent_job_begins_at_once_beside_a_backlog_that_goes_on(
     configure, transport, priorities
 ):

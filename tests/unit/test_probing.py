@@ -8,6 +8,7 @@ import pytest
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from kjo_django.probing import answer_within
+from tests.waiting import PATIENCE
 
 
 def test_the_answer_is_returned_and_an_error_raised():
@@ -48,7 +49,7 @@ def test_while_a_question_is_open_it_is_not_asked_again():
 
     def ask() -> str:
         asked.append("once")
-        answered.wait(60)
+        answered.wait(PATIENCE)
         return "the answer"
 
     try:

@@ -14,8 +14,8 @@ from kjo_django.store.postgres import PostgresStore
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY, row_locked, states
+from tests.waiting import PATIENCE
 
-WAIT = 20
 NAME = "kjo-relay-records"
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
@@ -62,7 +62,7 @@ def test_given_a_statement_that_takes_long_when_there_is_more_then_that_goes_out
     record, went_out = PostgresStore.record_published, threading.Event()
 
     def record_slowly(*arguments):
-        assert went_out.wait(WAIT), "the second batch waits for the record of the first"
+        assert went_out.wait(PATIENCE), "the second batch waits for the record of the first"
         return record(*arguments)
 
     monkeypatch.setattr(PostgresStore, "record_published", record_slowly)

@@ -14,6 +14,7 @@ from redis import Redis
 
 from kjo_django.coordination import redis as listening
 from kjo_django.coordination.redis import RedisListener
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -86,7 +87,7 @@ def test_a_server_that_falls_silent_is_left_for_one_that_answers(server, listene
     # Given
     server.is_silent = True
     # When, Then
-    assert listener.wait(10) == {"a"}, "nobody knows what was missed"
+    assert listener.wait(PATIENCE) == {"a"}, "nobody knows what was missed"
     assert server.connections == 2
     assert "Lost the listening connection" in caplog.text
 

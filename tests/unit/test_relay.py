@@ -36,6 +36,7 @@ from tests.factories import JobFactory
 from tests.ledger.jobs import always_fails, write, write_keyed
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due, row_locked
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -388,7 +389,7 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
             row = Job.objects.filter(pk=jobs()[0].pk)
             row.select_for_update().get()
             locked.set()
-            may_end.wait(20)
+            may_end.wait(PATIENCE)
             if meanwhile == "cancel":
                 transition("cancel", row)
             elif meanwhile == "delete":
@@ -397,19 +398,19 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
 
     consumer = threading.Thread(target=run_the_job)
     consumer.start()
-    assert locked.wait(10)
+    assert locked.wait(PATIENCE)
     # When it is published, then it is neither waited for nor published again
     assert relay.publish_due() == 1
     assert jobs()[0].state == "pending"
     assert relay.publish_due() == 0
     # And when it is free
     may_end.set()
-    consumer.join(10)
+    consumer.join(PATIENCE)
     running = threading.Thread(target=relay.run)
     running.start()
     assert eventually(lambda: not relay._publications.unrecorded)
     relay.stop()
-    running.join(10)
+    running.join(PATIENCE)
     # Then
     assert [job.state for job in jobs()] == ([state] if state else [])
     assert len(published()) == 1
@@ -501,7 +502,7 @@ def test_a_relay_that_is_stopped_within_a_backlog_has_recorded_all_it_sent(
     # When
     running = threading.Thread(target=relay.run)
     running.start()
-    running.join(20)
+    running.join(PATIENCE)
     # Then
     assert not running.is_alive()
     assert [job.state for job in jobs()] == ["queued"] * 10 + ["pending"] * 20
@@ -887,7 +888,7 @@ class Running:
 
     def __exit__(self, *error: object) -> None:
         self.relay.stop()
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
@@ -910,10 +911,10 @@ def arrived(alone, monkeypatch):
 def test_it_publishes_what_is_there_and_what_comes(arrived):
     write.enqueue(job="before")
     with Running():
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
         arrived.clear()
         write.enqueue(job="after")  # the slow poll is an hour away: a call wakes it
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch):
@@ -939,13 +940,13 @@ def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch
     monkeypatch.setattr(relays, "LEASE_TTL", timedelta(minutes=5))
     write.enqueue(job="first")
     with Running():
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
         seen.clear()
         # When
         for number in range(3):
             arrived.clear()
             write.enqueue(job=f"later {number}")
-            assert arrived.wait(10)
+            assert arrived.wait(PATIENCE)
     # Then
     calls = [place for place, event in enumerate(seen) if event == "called"]
     assert len(calls) >= 3
@@ -964,10 +965,10 @@ def test_a_call_that_was_lost_costs_no_more_than_the_slow_poll(alone, settings, 
 def test_called_for_a_job_that_is_due_later_it_wakes_for_it(arrived):
     with Running():
         write.enqueue(job="now")
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
         arrived.clear()
         write.using(delay=timedelta(milliseconds=300)).enqueue(job="soon")
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_it_stops_at_once_though_it_was_about_to_listen(alone, monkeypatch):
@@ -976,17 +977,17 @@ def test_it_stops_at_once_though_it_was_about_to_listen(alone, monkeypatch):
 
     def slow(channels):
         begun.set()
-        stopped.wait(10)
+        stopped.wait(PATIENCE)
         return listen(channels)
 
     monkeypatch.setattr(get_coordination(), "listen", slow)
     with Running() as running:
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE)
         # When
         running.relay.stop()
         stopped.set()
         # Then
-        running.thread.join(10)
+        running.thread.join(PATIENCE)
         assert not running.thread.is_alive()
 
 
@@ -1007,7 +1008,7 @@ def test_on_standby_it_does_nothing_until_the_lease_is_free(arrived):
         assert jobs()[0].state == "pending"
         # And once the other has died
         get_coordination().release([lease_of("ledger")], "the other")
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
@@ -1016,10 +1017,10 @@ def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
     lifetime = timedelta(seconds=1)
     monkeypatch.setattr(relays, "LEASE_TTL", lifetime)
     begun, may_end = threading.Event(), threading.Event()
-    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(60))
+    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(PATIENCE))
     write.enqueue(job="a")
     with Running():
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE)
         (token,) = get_coordination().holders([lease_of("ledger")]).values()
         # When a lease has ended three times over
         ended = time.monotonic() + 3 * lifetime.total_seconds()
@@ -1035,7 +1036,7 @@ def test_a_relay_that_hangs_loses_its_leases(alone, monkeypatch):
     monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.5))
     monkeypatch.setattr(relays, "LONGEST_BATCH", timedelta(seconds=0.1))
     may_end = threading.Event()
-    monkeypatch.setattr(get_transport(), "publish", lambda records: may_end.wait(60) and [])
+    monkeypatch.setattr(get_transport(), "publish", lambda records: may_end.wait(PATIENCE) and [])
     write.enqueue(job="a")
     with Running():
         assert eventually(lambda: get_coordination().holders([lease_of("ledger")]))
@@ -1058,15 +1059,15 @@ def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, 
     for number in range(20):
         store_record("elsewhere", value=b"%d" % number, key=b"k", headers={}, kind="an.event")
     begun, may_end = threading.Event(), threading.Event()
-    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(5))
+    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(PATIENCE))
     with ThreadPoolExecutor(2) as pool:
         # When
         first = pool.submit(produce_once)
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE)
         second = pool.submit(produce_once)
         time.sleep(0.5)  # sleep: a chance to publish for the one that must not
         may_end.set()
-        told = [first.result(60), second.result(60)]
+        told = [first.result(PATIENCE), second.result(PATIENCE)]
     # Then
     assert published("elsewhere") == [b"%d" % number for number in range(20)]
     assert told == ["Published 20.\n", "Published 0.\n"]
@@ -1093,7 +1094,7 @@ def test_without_coordination_every_relay_works(arrived, coordination_away):
     coordination_away("claim", "renew", "release", "listen", "notify")
     write.enqueue(job="a")
     with Running():
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_a_relay_that_can_get_no_listener_works_all_the_same(arrived, monkeypatch):
@@ -1105,7 +1106,7 @@ def test_a_relay_that_can_get_no_listener_works_all_the_same(arrived, monkeypatc
     monkeypatch.setattr(get_coordination(), "listen", refuse)
     write.enqueue(job="a")
     with Running():
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_a_relay_begun_while_coordination_was_away_is_called_once_it_is_back(arrived, monkeypatch):
@@ -1127,10 +1128,10 @@ def test_a_relay_begun_while_coordination_was_away_is_called_once_it_is_back(arr
     monkeypatch.setattr(relays, "LISTEN_AGAIN", 0.05)
     with Running():
         # When
-        assert is_back.wait(10)
+        assert is_back.wait(PATIENCE)
         write.enqueue(job="a")
         # Then
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -1146,9 +1147,9 @@ def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, failing, e
     # When
     with Running() as running:
         # Then
-        assert running.told.wait(10)
+        assert running.told.wait(PATIENCE)
         assert running.errors[0] == str(error)
-        assert arrived.wait(10)
+        assert arrived.wait(PATIENCE)
 
 
 def test_a_queue_whose_transport_fails_holds_up_no_other(alone, monkeypatch):
@@ -1198,7 +1199,7 @@ def test_relays_of_different_queues_do_not_wait_for_one_another(arrived):
     write.enqueue(job="a")
     # When, then
     with Running():
-        assert arrived.wait(5)
+        assert arrived.wait(PATIENCE)
 
 
 def test_a_queue_whose_records_are_not_taken_rests_and_keeps_its_order(relay, monkeypatch):

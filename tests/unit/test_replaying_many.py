@@ -18,7 +18,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.runtime import get_coordination, get_transport
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 from tests.unit.deliveries import on_memory, statements
-from tests.unit.workers import WAIT
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("real_database")
 EVERYTHING = DeadLetterFilter()
@@ -133,7 +133,7 @@ def test_no_row_is_locked_while_the_broker_is_waited_for(memory, monkeypatch):
     def publish_slowly(records):
         other = threading.Thread(target=change_all)
         other.start()
-        other.join(WAIT)
+        other.join(PATIENCE)
         assert not other.is_alive()
         return publish(records)
 
@@ -154,7 +154,7 @@ def test_two_runs_at_once_publish_each_letter_once(memory, monkeypatch):
     def publish_held_up(records):
         if threading.current_thread() is first:
             is_publishing.set()
-            assert may_go_on.wait(WAIT)
+            assert may_go_on.wait(PATIENCE)
         else:
             may_go_on.set()
         return publish(records)
@@ -166,12 +166,12 @@ def test_two_runs_at_once_publish_each_letter_once(memory, monkeypatch):
     monkeypatch.setattr(get_transport("default"), "publish", publish_held_up)
     first, second = threading.Thread(target=run), threading.Thread(target=run)
     first.start()
-    assert is_publishing.wait(WAIT)
+    assert is_publishing.wait(PATIENCE)
     # When a second one begins meanwhile
     second.start()
     # Then
     for thread in (first, second):
-        thread.join(WAIT)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert set(sent(memory).values()) == {1}
     assert len(sent(memory)) == 10 == sum(report.replayed for report in reports)

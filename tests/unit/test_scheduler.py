@@ -22,7 +22,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.unit.deliveries import Silent
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 SUBSCRIPTION = Silent()
 _offsets = itertools.count()
@@ -276,7 +276,7 @@ def test_a_lane_is_woken_only_while_something_is_left():
     assert len(lanes._startable._waiters) == 1  # type: ignore[attr-defined]
     lanes.stop()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
 
 
 def test_a_share_counts_keys_so_one_busy_key_is_not_split():
@@ -426,7 +426,7 @@ def test_what_falls_due_is_taken_although_the_lane_that_put_it_off_runs_on():
         lanes.put([other])  # unheard by the second
     assert take(lanes).deliveries == [other]
     # Then
-    thread.join(10)
+    thread.join(PATIENCE)
     assert [group.deliveries for group in taken if group] == [first.deliveries]
 
 
@@ -438,7 +438,7 @@ def test_a_resume_wakes_a_lane_that_waits():
     thread = threading.Thread(target=lambda: taken.append(lanes.take(timeout=10)))
     thread.start()
     lanes.set_paused([])
-    thread.join(10)
+    thread.join(PATIENCE)
     assert taken[0] is not None
 
 
@@ -476,7 +476,7 @@ def test_after_stop_every_lane_leaves_and_what_waits_stays():
     # When
     lanes.stop()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     # Then
     assert taken == [None] * 3
     lanes.put([delivery("a")])
@@ -573,10 +573,10 @@ def test_threads_hand_out_everything_once_one_of_a_key_at_a_time_and_in_order():
         thread.start()
     for start in range(0, count, 100):
         lanes.put(deliveries[start : start + 100])
-    assert all_done.wait(30)
+    assert all_done.wait(PATIENCE)
     lanes.stop()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     # Then
     assert overlaps == []
     for key, found in seen.items():

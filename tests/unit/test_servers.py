@@ -21,6 +21,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.store import servers
 from kjo_django.store.servers import leave_retired, mend_connection, watch_server
 from tests.ledger.models import Entry
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
 
@@ -125,7 +126,7 @@ def test_nobody_listens_there_for_long() -> None:
         # When it looks whether its connection is of use
         listener._alive_at = 0.0
         # Then it listens elsewhere, and takes all channels for called
-        assert listener.wait(10) == {"calls"}
+        assert listener.wait(PATIENCE) == {"calls"}
         assert listener._connection is not before
     finally:
         listener.close()

@@ -31,7 +31,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.declarations import forgetting
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
 
@@ -40,7 +40,6 @@ PAGES = ["unique-jobs", "move-from-celery", "move-from-rq", "move-from-django-q2
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\|[^\n]*\| Here \|\n\|[-| ]+\|\n((?:\|[^\n]*\|\n)+)", re.MULTILINE)
 MODULE = re.compile(r"# (shop)/(\w+)\.py\n")
-PATIENCE = 60.0
 
 
 def pieces(text: str) -> list[tuple[str, str]]:

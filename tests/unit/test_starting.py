@@ -14,8 +14,8 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job
-from tests.unit.workers import WAIT, Running
-from tests.waiting import wait_until
+from tests.unit.workers import Running
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ class Silence:
 
         def wait(transport, specs):
             self.asked_count += 1
-            if not self.ends.wait(2 * WAIT):
+            if not self.ends.wait(2 * PATIENCE):
                 raise PublishError("away")
             return answer(transport, specs)
 
@@ -58,7 +58,7 @@ def test_a_silent_broker_holds_up_no_queue_of_another_transport(monkeypatch):
     with Running(["ledger", "remote"]) as running:
         try:
             # Then
-            assert ran.wait(WAIT)
+            assert ran.wait(PATIENCE)
             wait_until(lambda: "could not be checked yet" in running.worker.last_error)
         finally:
             # When it answers, its topics are there

@@ -25,6 +25,7 @@ from kjo_django.worker import statistics as module
 from kjo_django.worker.statistics import OutageLog, Statistics
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Silent
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db
 
@@ -212,7 +213,7 @@ def test_counts_are_kept_though_another_writes_meanwhile(monkeypatch):
     monkeypatch.setattr(module, "_sum", add_beside_a_writer)
     # When
     statistics.flush()
-    writer.join(30)
+    writer.join(PATIENCE)
     # Then
     assert MetricBucket.objects.get().completed_count == 2
     assert Entry.objects.count() == 1

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,12 @@ make = supervisor._Supervisor.__init__
 def make_tired(self, *arguments):
     make(self, *arguments)
     self._quick_deaths = 9
+    supervisor.LONGEST_DELAY = 256
 
 supervisor._Supervisor.__init__ = make_tired
 """
-"""A child has died at once often before: the next one that does is replaced in half a minute."""
+"""A child has died at once often before: the next one that does is replaced after the longest
+delay, which is longer here than any test waits."""
 
 
 def start(
@@ -238,7 +239,7 @@ def test_a_child_told_to_stop_before_it_listens_has_ended_well(tmp_path):
 
 def test_a_stop_is_heard_while_a_replacement_is_waited_for(tmp_path):
     """A child that dies at once is started again later and later; stopping does not wait for it."""
-    # Given: a child that has died at once often before, so the next comes in half a minute
+    # Given: a child that has died at once often before, so the next is long in coming
     body = """
 def work():
     note("run")
@@ -246,14 +247,12 @@ def work():
 """
     process = start(tmp_path, TIRED + body)
     assert process.stderr is not None
-    while "starting another in 30 s" not in process.stderr.readline():
+    while "starting another in 256 s" not in process.stderr.readline():
         pass
     # When
-    started = time.monotonic()
     process.terminate()
-    finish(process)
     # Then
-    assert time.monotonic() - started < 15
+    finish(process)
     assert log(tmp_path) == ["run"]
 
 
@@ -287,7 +286,7 @@ def work():
 
 def test_a_child_that_dies_is_replaced_though_another_waits_for_its_turn(tmp_path):
     """One that dies at once each time must not cost the others their replacements."""
-    # Given: one child dies at once, and its next comes in half a minute
+    # Given: one child dies at once, and its next is long in coming
     body = """
 supervisor.QUICK_DEATH = 1.0
 
@@ -308,10 +307,8 @@ def work():
 """
     process = start(tmp_path, TIRED + body, count=2)
     assert process.stdout is not None
-    began = time.monotonic()
     # Then that one is replaced
     assert process.stdout.readline() == "ready\n"
-    assert time.monotonic() - began < 20
     process.terminate()
     assert finish(process)[0] in (0, 1)
 

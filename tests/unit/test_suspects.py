@@ -26,11 +26,9 @@ from kjo_django.operations.dead_letters import Reprocessor
 from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
-
-WAIT = 60
 
 
 @pytest.fixture
@@ -87,7 +85,7 @@ class Lane:
         self.thread.start()
 
     def join(self):
-        self.thread.join(WAIT)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         return self.deferred
 
@@ -162,12 +160,12 @@ def test_a_long_job_of_another_lane_keeps_none_of_them_waiting_nor_anybody_else(
 
     def slow():
         begun.set()
-        assert go_on.wait(WAIT)
+        assert go_on.wait(PATIENCE)
 
     as_job(slow, atomic=False).enqueue()
     slow_one = bench.poll()
     lane = Lane(bench, slow_one)
-    assert begun.wait(WAIT)
+    assert begun.wait(PATIENCE)
     # When a group comes, of which some were being run when a worker died
     as_job(lambda n: ran.append(n), "bench.note", atomic=False).enqueue_many(
         [{"n": n} for n in range(9)]
@@ -189,7 +187,7 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
 
     def slow():
         begun.set()
-        assert go_on.wait(WAIT)
+        assert go_on.wait(PATIENCE)
 
     as_job(slow, atomic=False).enqueue()
     slow_one = bench.poll()
@@ -201,7 +199,7 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
     lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
     scheduler.put(slow_one)
     lanes.start(1)
-    assert begun.wait(WAIT)
+    assert begun.wait(PATIENCE)
     # When another lane, which is this thread, has two more of them, and two others
     scheduler.put(deliveries)
     while lanes.run_group(0):
@@ -212,7 +210,7 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
     go_on.set()
     wait_until(lambda: scheduler.wait_for(None, 0.1) or not scheduler.outstanding)
     scheduler.stop()
-    lanes.threads[0].join(WAIT)
+    lanes.threads[0].join(PATIENCE)
     assert sorted(ran) == list(range(4))
     assert Counter(Job.objects.values_list("attempts", flat=True)) == {1: 2, 2: 3}
 

@@ -12,6 +12,7 @@ from kjo_django.coordination.database.coordination import LocalListener, call_lo
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
+from tests.waiting import PATIENCE
 
 SOON, NEVER = 0.05, 3600.0
 
@@ -126,7 +127,7 @@ def test_each_thread_meets_its_own_timeout_only(watch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     # Then
     assert outcomes == {"long": False, "short": True}
 
@@ -153,7 +154,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
     class Slow(JobContext):
         def abort(self, *reason: object) -> None:  # called by the watch just before it raises
             firing.set()
-            leaving.wait(10)
+            leaving.wait(PATIENCE)
             # Now the thread is about to wait for the watch, which is busy here.
             time.sleep(0.05)  # sleep: the thread waits in no place that can be seen
             super().abort(*reason)
@@ -161,7 +162,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
     def run() -> None:
         try:
             with RunningCall(watch, context_of(Slow), SOON):
-                firing.wait(10)
+                firing.wait(PATIENCE)
                 leaving.set()
         except HandlerTimeout:
             pass
@@ -171,7 +172,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
     thread = threading.Thread(target=run, daemon=True)
     # When
     thread.start()
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE)
     # Then: the watch still serves others
     served = threading.Event()
 
@@ -180,7 +181,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
             served.set()
 
     threading.Thread(target=another, daemon=True).start()
-    assert served.wait(5), "the watch is locked for ever"
+    assert served.wait(PATIENCE), "the watch is locked for ever"
     watch.stop()
 
 
@@ -205,13 +206,13 @@ def test_a_wake_up_call_that_a_timeout_tears_leaves_no_lock_behind():
     listener.condition.__class__ = Torn
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     listener.condition.__class__ = threading.Condition
     # When, then
     heard: list[set[str]] = []
     waiting = threading.Thread(target=lambda: heard.append(listener.wait(0)), daemon=True)
     waiting.start()
-    waiting.join(5)
+    waiting.join(PATIENCE)
     assert heard == [{"a"}], "locked for ever"
 
 
@@ -227,7 +228,7 @@ def test_a_stopped_watch_ends_its_thread(watch, context):
         thread = watch.thread
     assert thread is not None
     watch.stop()
-    thread.join(5)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -27,8 +27,8 @@ from kjo_django.store.rows import row_of
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
-from tests.unit.workers import WAIT, Running
-from tests.waiting import wait_until
+from tests.unit.workers import Running
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.medium,
@@ -56,7 +56,7 @@ def make_bench(settings):
 
     yield make
     for bench in made:
-        bench.pipeline.close(WAIT)
+        bench.pipeline.close(PATIENCE)
         bench.close()
 
 
@@ -190,7 +190,7 @@ def test_two_lanes_with_a_record_each_of_one_job_run_it_once(make_bench):
         ran.append(1)
         other = threading.Thread(target=run_again)
         other.start()
-        other.join(WAIT)
+        other.join(PATIENCE)
 
     as_job(once, atomic=False).enqueue()
     (delivery,) = bench.poll()
@@ -270,7 +270,7 @@ def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_
 
     def look(number):
         if number == 1:
-            assert failed.wait(WAIT)
+            assert failed.wait(PATIENCE)
 
     as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(3)])
     # When
@@ -780,7 +780,7 @@ def test_a_worker_that_stops_begins_no_more_of_a_group(settings):
         ran.append(number)
         if number == 1:
             begun.set()
-            assert go_on.wait(WAIT)
+            assert go_on.wait(PATIENCE)
 
     job = as_job(note, atomic=False)
     # Not the first anybody sees of it: that one runs alone.
@@ -790,7 +790,7 @@ def test_a_worker_that_stops_begins_no_more_of_a_group(settings):
             wait_until(lambda: completed() == 1)
             with transaction.atomic():
                 job.enqueue_many([{"number": n} for n in range(1, 40)])
-            assert begun.wait(WAIT)
+            assert begun.wait(PATIENCE)
             # When
             running.worker.stop()
             wait_until(lambda: running.worker.scheduler.is_stopped)

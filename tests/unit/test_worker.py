@@ -39,8 +39,8 @@ from tests.ledger.jobs import (
 )
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
-from tests.unit.workers import WAIT, Running
-from tests.waiting import wait_until
+from tests.unit.workers import Running
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
@@ -167,13 +167,13 @@ def test_what_runs_may_finish_and_what_waits_is_handed_back(transport):
 
     def hold(job):
         started.set()
-        release.wait(WAIT)
+        release.wait(PATIENCE)
         Entry.objects.create(job=job)
 
     holding = as_job(hold)
     holding.using(key="k").enqueue_many([{"job": "runs"}, {"job": "waits"}, {"job": "waits too"}])
     with Running(concurrency=1) as running:
-        assert started.wait(WAIT)
+        assert started.wait(PATIENCE)
         # When
         running.worker.stop()
         wait_until(lambda: running.worker.scheduler.is_stopped)
@@ -195,12 +195,12 @@ def test_a_job_that_does_not_end_within_the_grace_costs_the_exit_code(settings):
     def hang(context):
         contexts.append(context)
         started.set()
-        release.wait(WAIT)
+        release.wait(PATIENCE)
 
     # Within a transaction it would keep SQLite's one write lock from everybody else.
     as_job(hang, takes_context=True, atomic=False).enqueue()
     with Running() as running:
-        assert started.wait(WAIT)
+        assert started.wait(PATIENCE)
         # When
         running.worker.stop()
         running.join()
@@ -224,11 +224,11 @@ def test_a_time_without_end_ends_no_worker_badly(settings, caplog, name):
 
     def run():
         started.set()
-        release.wait(WAIT)
+        release.wait(PATIENCE)
 
     as_job(run, atomic=False).enqueue()
     with Running() as running:
-        assert started.wait(WAIT)
+        assert started.wait(PATIENCE)
         running.worker.stop()
         threading.Timer(0.2, release.set).start()
         running.join()
@@ -247,7 +247,7 @@ def test_a_job_that_minds_its_abort_flag_ends_with_the_worker(settings):
 
     as_job(mind, takes_context=True).enqueue()
     with Running() as running:
-        assert started.wait(WAIT)
+        assert started.wait(PATIENCE)
         running.worker.stop()
         running.join()
     assert running.code == 0
@@ -327,7 +327,7 @@ def test_a_lane_that_failed_holds_no_leases(monkeypatch):
     write.enqueue(job="a")
     # When
     with Running(concurrency=1) as running:
-        assert failed.wait(WAIT)
+        assert failed.wait(PATIENCE)
         # Then, until it is tried again
         wait_until(lambda: not running.worker.leases._held)
         wait_until(lambda: not list(get_coordination().names("CONS:")))
@@ -422,7 +422,7 @@ def test_its_row_names_the_job_that_runs(transport):
     release = threading.Event()
 
     def hold():
-        release.wait(WAIT)
+        release.wait(PATIENCE)
 
     def told() -> list[tuple[str, str]]:
         held = rows_by_name().get("one", ())
@@ -564,7 +564,7 @@ def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):
     with Running() as running:
         wait_until(lambda: running.worker.pollers[0].partitions)
         monkeypatch.setattr(Controls, "read", fail_once)
-        assert beaten.wait(WAIT)
+        assert beaten.wait(PATIENCE)
     assert "Heartbeat failed, trying again: a bug" in caplog.text
 
 
@@ -593,13 +593,13 @@ def test_a_broker_that_lets_the_question_for_topics_wait_holds_up_no_heartbeat(m
         if error := next(first, None):
             raise error
         asked.set()
-        answered.wait(2 * WAIT)
+        answered.wait(2 * PATIENCE)
         raise PublishError("away still")
 
     monkeypatch.setattr(topics, "ensure_topics", look)
     with Running():
         try:
-            assert asked.wait(WAIT)
+            assert asked.wait(PATIENCE)
             before = timezone.now()
             # Then
             wait_until(lambda: WorkerRow.objects.get().heartbeat_at > before)
@@ -620,14 +620,14 @@ def test_signs_of_life_do_not_wait_for_a_database_that_hangs(monkeypatch):
 
     def hang(self):
         hangs.set()
-        go_on.wait(WAIT)
+        go_on.wait(PATIENCE)
         return False
 
     monkeypatch.setattr(LeaseBook, "show_alive", count)
     with Running():
         wait_until(lambda: len(given) >= 2)
         monkeypatch.setattr(Controls, "read", hang)
-        assert hangs.wait(WAIT)
+        assert hangs.wait(PATIENCE)
         before = len(given)
         # Then it goes on showing that it lives
         wait_until(lambda: len(given) >= before + 3)

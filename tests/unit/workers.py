@@ -11,9 +11,11 @@ from typing import Any
 from django.db import connection
 
 from kjo_django import job
+from kjo_django.engine.attempt import Delivery
 from kjo_django.operations.maintenance import topics
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO
+from tests.waiting import PATIENCE, wait_until
 
 TRANSPORTS = {
     "memory": "memory.MemoryTransport",
@@ -21,8 +23,6 @@ TRANSPORTS = {
     "kafka": "kafka.KafkaTransport",
     "redis_streams": "redis_streams.RedisStreamsTransport",
 }
-WAIT = 60
-"""Seconds a test waits for what takes none, on a machine that is busy elsewhere."""
 
 
 class Running:
@@ -48,21 +48,45 @@ class Running:
         self.join()
 
     def join(self) -> None:
-        self._thread.join(WAIT)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the worker does not end"
+
+
+class Turns:
+    """In the place of an event that jobs wait for: lets one of them go on at a time."""
+
+    def __init__(self) -> None:
+        self._semaphore = threading.Semaphore(0)
+
+    def wait(self, timeout: float) -> None:
+        self._semaphore.acquire(timeout=timeout)
+
+    def let_one(self) -> None:
+        self._semaphore.release()
+
+    def set(self) -> None:
+        """Let all go on."""
+        self._semaphore.release(1_000_000)
 
 
 class Noting(Running):
     """A worker in its thread, with a job of each of its queues that notes when it begins.
 
-    :param seconds: how long a job takes that has no ``waits``: so many seconds, or until
-        ``release``.
+    :param seconds: how long a job takes that has no ``waits``.
+    :param release: what jobs wait for that have ``waits``, for so many seconds at most.
     """
 
-    def __init__(self, queues: Sequence[str], seconds: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        queues: Sequence[str],
+        seconds: float = 0.0,
+        *,
+        release: threading.Event | Turns | None = None,
+        **options: Any,
+    ) -> None:
         self.begun: list[str] = []
         self.has_begun = threading.Condition()
-        self.release = threading.Event()
+        self.release = release or threading.Event()
 
         def work(name: str, waits: float = 0.0) -> None:
             with self.has_begun:
@@ -77,22 +101,50 @@ class Noting(Running):
             queue: job(name=f"work.{queue}", queue=queue, atomic=False)(work) for queue in queues
         }
         super().__init__(queues, **options)
+        self._fetched: list[bytes] = []
+        self._note_what_is_fetched()
 
     def __exit__(self, *error: object) -> None:
         self.worker.stop()
         self.release.set()
         self.join()
 
-    def begins(self, condition: Callable[[list[str]], Any], timeout: float = WAIT) -> bool:
-        """Whether what has begun comes to be so within so many seconds."""
-        with self.has_begun:
-            return bool(self.has_begun.wait_for(lambda: condition(self.begun), timeout))
+    def _note_what_is_fetched(self) -> None:
+        scheduler = self.worker.scheduler
+        put = scheduler.put
 
-    def delay_of(self, name: str, enqueue: Callable[[], object], timeout: float) -> float:
+        def note(deliveries: Iterable[Delivery]) -> None:
+            deliveries = list(deliveries)
+            put(deliveries)
+            self._fetched += [delivery.record.value or b"" for delivery in deliveries]
+
+        scheduler.put = note  # type: ignore[method-assign]
+
+    def wait_until_it_holds(self, name: str) -> None:
+        """Wait until it has fetched a job, which its lanes may start from then on."""
+        wait_until(lambda: any(f'"{name}"'.encode() in value for value in self._fetched), name)
+
+    def turns_until(self, name: str) -> int:
+        """Let one job after the other go on until this one has begun; return how many others have
+        begun before it."""
+        assert isinstance(self.release, Turns)
+        before = len(self.begun)
+        while name not in self.begun:
+            seen = len(self.begun)
+            self.release.let_one()
+            assert self.begins(lambda begun, seen=seen: len(begun) > seen), "nothing more begins"
+        return self.begun.index(name) - before
+
+    def begins(self, condition: Callable[[list[str]], Any]) -> bool:
+        """Whether what has begun comes to be so."""
+        with self.has_begun:
+            return bool(self.has_begun.wait_for(lambda: condition(self.begun), PATIENCE))
+
+    def delay_of(self, name: str, enqueue: Callable[[], object]) -> float:
         """Return after how many seconds a job begins that is enqueued now."""
         enqueued_at = time.monotonic()
         enqueue()
-        assert self.begins(lambda begun: name in begun, timeout), f"{name} is late"
+        assert self.begins(lambda begun: name in begun), f"{name} never begins"
         return time.monotonic() - enqueued_at
 
 

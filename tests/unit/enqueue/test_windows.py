@@ -26,6 +26,7 @@ from kjo_django.testing import drain
 from tests.ledger.jobs import write, write_keyed
 from tests.ledger.models import Entry
 from tests.unit.enqueue.stored import messages, writing_nothing
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db
 MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
@@ -499,7 +500,7 @@ class TestOnPostgres:
                 definition.enqueue(job="a", note="second")
                 other = pool.submit(elsewhere, definition, "third")
                 assert not other.done()
-            assert other.result(30).answer == "replaced"
+            assert other.result(PATIENCE).answer == "replaced"
         assert notes() == ["third"]
 
     def test_a_request_does_not_wait_for_a_handler(self, monkeypatch):
@@ -514,18 +515,18 @@ class TestOnPostgres:
                 with transaction.atomic():
                     Job.objects.select_for_update(no_key=True).get()
                     held.set()
-                    done.wait(30)
+                    done.wait(PATIENCE)
             finally:
                 connections.close_all()
 
         monkeypatch.setattr(unique, "_is_leased", lambda job: True)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(run)
-            held.wait(30)
+            held.wait(PATIENCE)
             # When
             answers = [latest.enqueue(job="a", note=note) for note in ("second",)]
             done.set()
-            running.result(30)
+            running.result(PATIENCE)
         # Then
         assert [answer.is_new for answer in answers] == [True]
         assert notes() == ["running", "second"]
@@ -535,7 +536,7 @@ class TestOnPostgres:
         coordination_away("holders")
         with ThreadPoolExecutor(1) as pool, transaction.atomic():
             Job.objects.select_for_update(no_key=True).get()
-            assert pool.submit(elsewhere, latest, "second").result(30).is_new
+            assert pool.submit(elsewhere, latest, "second").result(PATIENCE).is_new
 
 
 def elsewhere(definition: Any, note: str) -> Any:

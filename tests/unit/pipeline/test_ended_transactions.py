@@ -29,7 +29,7 @@ from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, states
 from tests.unit.pipeline.bench import GOOD, settled
-from tests.unit.workers import WAIT, wait_until
+from tests.waiting import PATIENCE, wait_until
 
 SQLITE = pytest.param("sqlite_file", id="sqlite")
 POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
@@ -396,7 +396,7 @@ def test_a_thread_that_is_given_up_after_its_handler_has_committed_takes_nobody_
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert waits.wait(WAIT)
+    assert waits.wait(PATIENCE)
     (connected,) = thread_connections
     waiting = "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND state LIKE %s"
     pattern = "Waiting for table metadata lock%"
@@ -409,7 +409,7 @@ def test_a_thread_that_is_given_up_after_its_handler_has_committed_takes_nobody_
     bench.run(deferred)
     # Then
     assert_only_the_guilty_has_failed(bench, {"before": 1, "after": 1})
-    thread.join(WAIT)
+    thread.join(PATIENCE)
 
 
 def asked(query, parameters):
@@ -459,7 +459,7 @@ def test_a_job_that_another_worker_has_taken_over_in_an_outage_is_not_taken_for_
         if len(calls) == 1:
             taking = threading.Thread(target=take_over)
             taking.start()
-            taking.join(WAIT)
+            taking.join(PATIENCE)
         return answers(using)
 
     monkeypatch.setattr("kjo_django.engine.group.answers", answering)
@@ -521,7 +521,7 @@ def test_what_is_cancelled_between_the_commit_and_its_record_is_announced_as_no_
         commit()
         cancelling = threading.Thread(target=cancel)
         cancelling.start()
-        cancelling.join(WAIT)
+        cancelling.join(PATIENCE)
 
     guilty = as_job(writing_and(commit_and_wait), "bench.guilty")
     enqueue_beside(guilty, 1, 0)

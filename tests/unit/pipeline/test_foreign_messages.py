@@ -22,6 +22,7 @@ from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job
 from tests.unit.pipeline.bench import GOOD, both, settled
+from tests.waiting import PATIENCE
 
 
 def test_a_foreign_message_runs_once_and_leaves_no_row_but_its_marker(bench):
@@ -314,7 +315,7 @@ def test_a_first_failure_waits_for_another_ones_lock(bench):
 
     def write_elsewhere() -> None:
         try:
-            may_begin.wait(30)
+            may_begin.wait(PATIENCE)
             with transaction.atomic():
                 row = {"handler": "fails_meanwhile", "unique_id": name, "payload": b"{}"}
                 Job.objects.create(queue="ledger", max_attempts=5, result_ttl=1000, **row)
@@ -327,7 +328,7 @@ def test_a_first_failure_waits_for_another_ones_lock(bench):
     @job(queue="ledger", name="fails_meanwhile", atomic=False)
     def fails_meanwhile(job: str) -> None:
         may_begin.set()
-        is_held.wait(30)
+        is_held.wait(PATIENCE)
         raise RuntimeError("no")
 
     other = threading.Thread(target=write_elsewhere)

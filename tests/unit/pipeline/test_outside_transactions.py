@@ -19,6 +19,7 @@ from kjo_django.runtime import current_runtime, get_coordination
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
 from tests.unit.pipeline.bench import both, settled
+from tests.waiting import PATIENCE
 
 
 @both
@@ -58,7 +59,7 @@ def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(ben
     def judge_while_another_writes(*arguments, **options):
         writer = threading.Thread(target=write)
         writer.start()
-        writer.join(5)
+        writer.join(PATIENCE)
         return judge(*arguments, **options)
 
     monkeypatch.setattr(admission, "admit", judge_while_another_writes)

@@ -18,7 +18,7 @@ from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.medium,
@@ -356,7 +356,9 @@ def test_start_before_connect_is_refused(quick):
 def test_connect_consume_disconnect(quick):
     """KJO-48, KJO-56, KJO-57, KJO-78: bounded, the rest waits; and its status meanwhile."""
     go = threading.Event()
-    made = consumer(lambda self, message: go.wait(10) and None, max_concurrency=2, atomic=False)
+    made = consumer(
+        lambda self, message: go.wait(PATIENCE) and None, max_concurrency=2, atomic=False
+    )
     items = [Item.objects.create() for _ in range(5)]
     send(*items)
     consuming = made()
@@ -381,7 +383,7 @@ def test_connect_consume_disconnect(quick):
         go.set()
         wait_until(lambda: Item.objects.filter(state=2).count() == 5)
         assert consuming.disconnect(timeout=20)
-        thread.join(20)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
     assert consuming.get_status() == {"is_connected": False}
 

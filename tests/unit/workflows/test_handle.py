@@ -25,6 +25,7 @@ from kjo_django.exceptions import (
 from kjo_django.operations import workflows
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.unit.workflows.conftest import Steps
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.django_db
@@ -35,7 +36,7 @@ def test_a_handle_says_where_the_workflow_is_and_what_came_of_it(steps: Steps) -
         handle.wait(1)
     steps.run()
     assert (handle.status, handle.progress.text) == ("completed", "2 of 2 steps")
-    assert (handle.result, handle.wait(5)) == (4, 4)
+    assert (handle.result, handle.wait(PATIENCE)) == (4, 4)
 
 
 @pytest.mark.django_db
@@ -51,13 +52,13 @@ def test_waiting_for_a_workflow_that_will_not_complete_says_why(steps: Steps) ->
     failed = chain(steps.note.step(name="a")).enqueue()
     steps.run()
     with pytest.raises(JobFailedError, match="note has failed"):
-        failed.wait(5)
+        failed.wait(PATIENCE)
     cancelled = chain(steps.note.step(name="b")).enqueue()
     workflows.cancel([cancelled.id], actor="ann")
     with pytest.raises(JobCancelledError, match="by ann"):
-        cancelled.wait(5)
+        cancelled.wait(PATIENCE)
     with pytest.raises(JobNotFoundError):
-        WorkflowHandle.of("0198f0d5-0000-7000-8000-000000000000").wait(5)
+        WorkflowHandle.of("0198f0d5-0000-7000-8000-000000000000").wait(PATIENCE)
     with pytest.raises(ValueError, match="UUID"):
         WorkflowHandle.of("42")
 
@@ -111,15 +112,15 @@ def test_a_notification_ends_the_wait_long_before_the_next_poll(
                 looked.clear()
                 handle = chain(steps.double.step(value=1), steps.double.step()).enqueue()
                 answer = pool.submit(closing(wait), handle, 30)
-                assert looked.wait(20)
+                assert looked.wait(PATIENCE)
                 # When it ends, then the waiter learns that at once
                 if end == "completed":
                     steps.run()
-                    assert answer.result(10) == 4
+                    assert answer.result(PATIENCE) == 4
                 else:
                     workflows.cancel([handle.id])
                     with pytest.raises(JobCancelledError):
-                        answer.result(10)
+                        answer.result(PATIENCE)
 
 
 def closing(function: Callable[..., Any]) -> Callable[..., Any]:
