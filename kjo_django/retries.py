@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -25,9 +24,10 @@ from kjo_django.exceptions import (
     Retry,
     StalledError,
 )
+from kjo_django.logs import get_logger
 from kjo_django.values import number, timedelta_of
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 LONGEST_DELAY = timedelta(days=3650)
 """What somebody asks for beyond this would overflow the calendar sooner or later."""

@@ -42,7 +42,24 @@ worker_asked           worker_id, asked_to, actor
 
 from __future__ import annotations
 
-from django.dispatch import Signal
+from typing import Any
+
+from django import dispatch
+
+from kjo_django.logs import get_logger
+
+logger = get_logger("django.dispatch")
+
+
+class Signal(dispatch.Signal):
+    """A signal whose ``send_robust`` raises nothing, whatever ``LOGGING`` does with the record of a
+    receiver that has raised, and whatever the receiver is: Django's asks for its
+    ``__qualname__``, which instances do not have."""
+
+    def _log_robust_failure(self, receiver: Any, err: Exception) -> None:
+        name = getattr(receiver, "__qualname__", receiver)
+        logger.error("Error calling %s in Signal.send_robust() (%s)", name, err, exc_info=err)
+
 
 job_enqueued = Signal()
 job_completed = Signal()

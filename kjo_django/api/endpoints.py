@@ -7,7 +7,6 @@ bodies, audited changes.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,12 @@ from rest_framework.views import APIView
 from kjo_django.api import problems
 from kjo_django.api.fields import RequestShape, Shape, shape
 from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
+from kjo_django.logs import get_logger
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
 from kjo_django.runtime import databases, jobs_database, use_database
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 VIEW_PAYLOAD = "view_payload"
 DATABASE = "database"

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import logging
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
@@ -43,12 +42,13 @@ from kjo_django import states
 from kjo_django.enqueue.handle import JobHandle, database_of_job, read_everywhere
 from kjo_django.enqueue.job_status import progress_of, shown_states
 from kjo_django.enqueue.waiting import close_connections, is_kept
+from kjo_django.logs import get_logger
 from kjo_django.models import NEVER, Job
 from kjo_django.operations.redaction import shown_payload, shown_result
 from kjo_django.runtime import databases, jobs_database
 from kjo_django.states import JobState, JobStatus
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 EVENTS = "text/event-stream"
 DETAILS = {"result": ("result", "content_type"), "error": ("error",), "payload": ("payload",)}

@@ -22,6 +22,7 @@ from django.core.exceptions import MiddlewareNotUsed
 from django.utils.decorators import sync_and_async_middleware
 
 from kjo_django import signals, tracing
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import one_line
 from kjo_django.running_job import running, worker_name
 
@@ -83,7 +84,7 @@ class JsonFormatter(logging.Formatter):
 
 # --- A line for each start and end ----------------------------------------------------------------
 
-jobs = logging.getLogger("kjo_django.jobs")
+jobs = get_logger("kjo_django.jobs")
 
 
 @sync_and_async_middleware

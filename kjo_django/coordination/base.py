@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
-import logging
 import math
 import random
 import select
@@ -25,9 +24,10 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import QueueConf
+from kjo_django.logs import get_logger
 from kjo_django.values import unknown_key
 
-logger = logging.getLogger("kjo_django.coordination")
+logger = get_logger("kjo_django.coordination")
 
 
 MAX_LEASED_ID = 210

@@ -12,7 +12,6 @@ see ``JoinedSteps``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
@@ -27,11 +26,12 @@ from kjo_django.engine.recorder import OUTAGES
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue import storing
 from kjo_django.limits.rules import is_limited
+from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import NOWHERE, NoSubscription, Record, TopicPartition
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 class DirectSteps(NoSubscription):

@@ -7,7 +7,6 @@ why it died.
 from __future__ import annotations
 
 import hashlib
-import logging
 import traceback as tracebacks
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +37,7 @@ from kjo_django.exceptions import (
     text_of,
 )
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, kept_json, one_line, storable_text
@@ -57,8 +57,8 @@ from kjo_django.runtime import Runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.workflows.countdown import count_ended
 
-logger = logging.getLogger("kjo_django")
-jobs_logger = logging.getLogger("kjo_django.jobs")
+logger = get_logger("kjo_django")
+jobs_logger = get_logger("kjo_django.jobs")
 
 MAX_TRACEBACK_LENGTH = 20_000
 MAX_CODE_LENGTH = 100

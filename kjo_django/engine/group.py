@@ -64,6 +64,7 @@ from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.limits.limiter import Limiter
+from kjo_django.logs import contain_others, get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
@@ -71,7 +72,7 @@ from kjo_django.states import JobState
 from kjo_django.transports.base import Subscription
 from kjo_django.workflows.countdown import Receiver
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery that another worker holds is tried again."""
@@ -117,6 +118,7 @@ class Pipeline:
         receiver: DirectSteps | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
+        contain_others()
         self._leases = leases
         self._receiver = receiver
         self._runtime = runtime = leases.runtime
@@ -142,6 +144,12 @@ class Pipeline:
         if on_settled is not None:
             ended = EndedQueue(partial(self._settle_coroutines, on_settled), 0.0, self._recorder)
             self._loop = LoopRunner(runtime, watch, ended, self._recorder, on_thread)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those it has started."""
+        loop = () if self._loop is None else self._loop.threads
+        return [*self._recorder.threads, *loop]
 
     def close(self, timeout: float) -> None:
         """End the threads it started, waiting so many seconds for them."""

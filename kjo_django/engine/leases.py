@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,11 +14,12 @@ from django.db import OperationalError, connections
 from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, Pace, alive_name
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
+from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 
 T = TypeVar("T")
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 WARNING_INTERVAL = 10.0
 MAX_UNRELEASED = 10_000

@@ -6,7 +6,6 @@ a long job never costs the worker its membership of the group.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.failures import error_text
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import MessageError
+from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.transports.base import (
     Record,
@@ -27,7 +27,7 @@ from kjo_django.transports.base import (
 )
 from kjo_django.values import ANY_SIZE
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 POLL_TIMEOUT = 0.5
 """Seconds one poll waits at most; the subscription is woken before."""

@@ -6,7 +6,6 @@ The recorder settles what has ended outside a transaction, while those who ran i
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -23,6 +22,7 @@ from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import recording
 from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
 from kjo_django.exceptions import PublishError
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
@@ -30,7 +30,7 @@ from kjo_django.store.rows import Completing, Completion, JobRow, Place
 from kjo_django.transports.base import NOWHERE, Record, Subscription
 from kjo_django.workflows.countdown import Receiver, count_ended
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 OUTAGES = (DatabaseError, InterfaceError, OSError, PublishError)
 """What is raised while a server is away; or refuses, which the database tells apart."""
@@ -384,6 +384,11 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its thread, once that was started."""
+        return [] if self._thread is None else [self._thread]
+
     def watch(self, queue: EndedQueue) -> None:
         """Settle what waits in this queue as soon as it has waited for its time."""
         with self._changed:
@@ -391,8 +396,9 @@ class Recorder:
                 return
             self._queues.add(queue)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kjo-recorder", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kjo-recorder", daemon=True)
+                thread.start()
+                self._thread = thread
             if len(self._queues) == 1 or not queue.patience:
                 self._changed.notify()
 

@@ -6,7 +6,6 @@ The row of a running atomic handler is locked, so coordination has the lease and
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ from kjo_django import registry, states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.logs import get_logger
 from kjo_django.models import NEVER, HeldJob, Job, LimitControl
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import JobStatus
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 # --- Status ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ costs time only, since every waiter polls slowly too.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ from kjo_django.enqueue.unique import UniqueRule
 from kjo_django.enqueue.waiting import REPLY_CHANNELS, result_of
 from kjo_django.exceptions import CoordinationError, JobExistsError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import ORIGIN_ID, Job, transition
@@ -59,7 +59,7 @@ from kjo_django.store import Store
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.transports.base import OutgoingRecord, Published, Transport
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 OUTGOING = "outgoing"
 """The queue of records for topics that no queue is declared for, on the default transport."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import math
 import os
 import threading
@@ -38,12 +37,13 @@ from kjo_django.exceptions import (
     UncommittedJobError,
 )
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import JobState
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 REPLY_CHANNELS = "kjo:reply:"
 """Begins the names of the channels on which waiters are told that their job has ended."""

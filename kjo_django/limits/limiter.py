@@ -8,7 +8,6 @@ jobs with a limit wait.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
 from kjo_django.limits.held import LEAD, Held, Place, Start
 from kjo_django.limits.rules import Limit, is_limited, limits_of
+from kjo_django.logs import get_logger
 from kjo_django.messages.headers import Message
 from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.registry import Handler
@@ -34,7 +34,7 @@ from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.store.servers import mend_connection
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 AWAY = 1.0
 """Seconds until coordination that was away is asked again."""

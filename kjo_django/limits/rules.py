@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Pace
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import load_value, storable_text
 from kjo_django.models import LimitControl
 from kjo_django.registry import Handler
@@ -17,7 +17,7 @@ from kjo_django.runtime import Runtime
 from kjo_django.values import Rate
 from kjo_django.values import rate as read_rate
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 MAX_KEY = 120
 """Characters of a key that stand in a name; a digest stands for a longer one."""

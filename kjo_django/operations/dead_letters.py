@@ -9,7 +9,6 @@ that are still open.
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 import uuid
@@ -42,6 +41,7 @@ from kjo_django.enqueue.storing import (
 )
 from kjo_django.exceptions import CoordinationError, MessageError, PublishError
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import (
@@ -86,7 +86,7 @@ from kjo_django.transports.base import NOWHERE, OutgoingRecord, Published, Recor
 from kjo_django.values import count_within
 from kjo_django.workflows.countdown import give_up
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 PREVIEW_LIMIT = 1000
 """Dead letters that a preview reads if no limit is given."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 import time
 import uuid
 from collections import defaultdict
@@ -27,6 +26,7 @@ from kjo_django.engine.handler.running import ABORT_TTL, abort_name
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.enqueue.storing import fresh_run, notify_waiters
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
@@ -52,7 +52,7 @@ from kjo_django.workflows.countdown import (
     were_cancelled_waiting,
 )
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 Selection = QuerySet[Job] | Iterable[Job | uuid.UUID | str]
 LOCKED_RETRIES = (0.02, 0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import UUID
@@ -13,6 +12,7 @@ from django.db.models import QuerySet
 from kjo_django.conf import read_schedule
 from kjo_django.enqueue.storing import store
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.models import Schedule
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, key_of
@@ -30,7 +30,7 @@ from kjo_django.schedules.declarations import (
 from kjo_django.schedules.ticker import id_prefix, tick_job
 from kjo_django.values import refuse_unknown
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 Selection = QuerySet[Schedule] | Iterable[Schedule | UUID | str]
 """Schedules, or their primary keys."""

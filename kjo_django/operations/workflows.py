@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta
@@ -13,6 +12,7 @@ from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from kjo_django.exceptions import CoordinationError
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, Workflow, WorkflowEdge, WorkflowStage
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import Outcomes
@@ -21,7 +21,7 @@ from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import FINAL, OPEN, OPEN_WORKFLOWS, JobState, WorkflowState
 from kjo_django.workflows.countdown import await_again, cancel_waiting, save_state
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 Selection = QuerySet[Workflow] | Iterable[Workflow | uuid.UUID | str]
 

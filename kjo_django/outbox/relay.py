@@ -32,13 +32,14 @@ from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.outbox import unpublishable
 from kjo_django.runtime import Runtime, current_runtime, get_transport, use_database
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.store.servers import mend_connection, watch_server
 from kjo_django.transports.base import OutgoingRecord, Published
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 SOON = 0.035
 """Seconds after a batch in which the relay only listens. While one job follows the other nobody has

@@ -6,7 +6,6 @@ each is counted, shown with its error, and replayed once the limit has been rais
 
 from __future__ import annotations
 
-import logging
 import traceback as tracebacks
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from kjo_django import signals, states
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import notify_waiters
 from kjo_django.exceptions import PublishError, text_of
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
 from kjo_django.models import (
@@ -36,7 +36,7 @@ from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import OutgoingRecord, Published
 from kjo_django.workflows.countdown import Announce, count_ended
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 def refusal_of(error: Exception) -> Published:

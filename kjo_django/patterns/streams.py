@@ -24,7 +24,6 @@ attempt instead of acknowledging it. What a crashed consumer held comes to anoth
 from __future__ import annotations
 
 import abc
-import logging
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
@@ -41,14 +40,15 @@ from kjo_django.engine.failures import error_text
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import carrier_of, outbox_of, store_record
 from kjo_django.exceptions import MessageError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, loads_for_display, storable_text
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
 
-producer_logger = logging.getLogger("kjo_django.producer")
-logger = logging.getLogger("kjo_django.consumer")
+producer_logger = get_logger("kjo_django.producer")
+logger = get_logger("kjo_django.consumer")
 
 T = TypeVar("T")
 RETRY_COUNT = "retryCount"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.job_status import shown_states
 from kjo_django.exceptions import KjoError, MessageError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import (
     JSON,
@@ -59,7 +59,7 @@ from kjo_django.personal_data.person import Person
 from kjo_django.runtime import jobs_database, transport_class
 from kjo_django.states import FINAL, OPEN_WORKFLOWS, UNFINISHED
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 WITH_PAYLOADS = 100
 """Rows that are read at once with their payloads."""

@@ -7,7 +7,6 @@ operator has changed of a schedule stays as the operator wants it.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +20,12 @@ from django.db.models import Q, QuerySet
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, Settings, read_schedule
+from kjo_django.logs import get_logger
 from kjo_django.models import Schedule
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import Problem, did_you_mean
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 MAX_NAME = 100
 COLUMNS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,6 +10,7 @@ from uuid import UUID
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, Schedule
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.schedules.declarations import (
@@ -22,7 +22,7 @@ from kjo_django.schedules.declarations import (
 )
 from kjo_django.schedules.ticker import id_prefix
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 FORM_RUNS = 5
 """Ticks that a form shows."""

@@ -8,7 +8,6 @@ and rows that are set back.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,6 +22,7 @@ from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, unsaved
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import StorageError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, Schedule
 from kjo_django.runtime import Runtime, database_of
@@ -30,7 +30,7 @@ from kjo_django.schedules.declarations import in_order, synchronize
 from kjo_django.store.servers import mend_connection
 from kjo_django.timetables import Timetable
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 LOOK_EVERY = 1.0
 """Most seconds between two looks: others may add schedules."""

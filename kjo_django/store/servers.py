@@ -7,7 +7,6 @@ old rows for ever.
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 from typing import Any
@@ -16,7 +15,9 @@ from django.db import DatabaseError, Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-logger = logging.getLogger("kjo_django")
+from kjo_django.logs import get_logger
+
+logger = get_logger("kjo_django")
 
 _REPORTED = ("default_transaction_read_only", "in_hot_standby")
 """What PostgreSQL, since 14, reports to its clients with the next answer when it changes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import EnqueueResult, Queue
@@ -35,7 +35,7 @@ from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.store.rows import row_of
 from kjo_django.transports.base import Record
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 _offsets = itertools.count()
 

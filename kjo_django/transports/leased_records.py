@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kjo_django.clock import CLOCK, Clock
+from kjo_django.logs import get_logger
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -18,7 +18,7 @@ from kjo_django.transports.base import (
 )
 from kjo_django.values import ANY_SIZE
 
-logger = logging.getLogger("kjo_django.transports")
+logger = get_logger("kjo_django.transports")
 
 
 class LeasedSubscription(Subscription):

@@ -26,6 +26,7 @@ from kjo_django.engine.poller import Poller
 from kjo_django.enqueue.storing import LISTEN_AGAIN, topic_channel
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.limits.limiter import Limiter
+from kjo_django.logs import get_logger
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.rescue import rescue
@@ -34,7 +35,7 @@ from kjo_django.runtime import Runtime, get_transport, set_database
 from kjo_django.store.servers import leave_retired, watch_server
 from kjo_django.values import LONGEST
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 OUTAGES = (KjoError, DatabaseError, InterfaceError, OSError)
 RETRY_AFTER = 1.0

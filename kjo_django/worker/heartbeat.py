@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from kjo_django.engine.handler.running import look_after
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.scheduler import QueueLimit
+from kjo_django.logs import get_logger
 from kjo_django.models import LimitControl, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import OUTAGES, PeriodicDuty
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 CONTROL_INTERVAL = 1.0
 """Seconds between looks at what operators asked; a pause is obeyed within two."""

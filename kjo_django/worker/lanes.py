@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +16,9 @@ from kjo_django.engine.handler.connections import sever
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningJob, TimeoutWatch
 from kjo_django.engine.scheduler import Group, GroupScheduler
+from kjo_django.logs import get_logger
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 class LaneRun(NamedTuple):
@@ -67,8 +67,9 @@ class Lanes:
         for _ in range(count):
             name = f"kjo-lane-{next(self._numbers)}"
             thread = threading.Thread(target=self._run, args=(begin,), name=name, daemon=True)
-            self._threads.append(thread)
             thread.start()
+            # Known once it runs: one of these that does not has died.
+            self._threads.append(thread)
 
     def _run(self, begin: Callable[[], None]) -> None:
         self._on_thread()

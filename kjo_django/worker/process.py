@@ -24,7 +24,6 @@ its ``duties`` and runs its groups with ``lanes.run_group(0)``, all on one threa
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import socket
 import threading
@@ -56,6 +55,7 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.models import Job
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
@@ -87,9 +87,9 @@ from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
 from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import OutageLog, Statistics, memory_bytes
-from kjo_django.worker.supervisor import LEFT_RUNNING, stop_on_signals
+from kjo_django.worker.supervisor import LEFT_RUNNING, THREAD_DIED, stop_on_signals
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 ABORT_WAIT = 1.0
 """Seconds jobs have to end after the grace period, when their abort flag is set."""
@@ -166,6 +166,7 @@ class Worker:
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._has_ended = False
+        self._dead_threads: list[str] = []
         self.was_signalled = False
         """Whether a signal has stopped it."""
         self._left = max_messages or 0
@@ -321,16 +322,31 @@ class Worker:
             self._start()
             try:
                 while not self._stopping.is_set():
-                    if until is not None and until():
+                    if self._note_dead_threads() or (until is not None and until()):
                         break
                     self._stopping.wait(TICK)
             finally:
                 is_drained = self._stop()
                 if restore is not None:
                     self.was_signalled = restore()
+        if self._dead_threads:
+            return THREAD_DIED
         if is_drained:
             return 0
         return LEFT_RUNNING if self.controls.is_stopped else 1
+
+    def _note_dead_threads(self) -> bool:
+        """Return whether a thread has died: nobody would do its work, and the worker would show
+        signs of life all the same."""
+        threads = [*self.lanes.threads, *self._poller_threads, *self._duty_threads]
+        threads += [*self._alive_threads, *self._pipeline.threads]
+        threads += [self._relay_thread] if self.is_relaying else []
+        threads += [] if self._watch.thread is None else [self._watch.thread]
+        self._dead_threads = [thread.name for thread in threads if not thread.is_alive()]
+        if self._dead_threads:
+            why = f"Threads have died, so the worker ends: {', '.join(self._dead_threads)}"
+            self._outages.note("threads", why, is_first=True)
+        return bool(self._dead_threads)
 
     def stop(self) -> None:
         """Begin to stop; thread-safe, returns at once."""
@@ -369,7 +385,9 @@ class Worker:
         mark_sessions(self.leases.token)
 
     def _stop(self) -> bool:
-        grace = self.runtime.settings.shutdown_grace.total_seconds()
+        # Who would settle what still runs may be who has died.
+        is_settling = all(thread.is_alive() for thread in self._pipeline.threads)
+        grace = self.runtime.settings.shutdown_grace.total_seconds() if is_settling else 0.0
         self._stopping.set()
         for poller in self.pollers:
             poller.drain()

@@ -17,7 +17,6 @@ again, SQLite belongs to whoever holds its file.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import threading
 from datetime import timedelta
@@ -29,11 +28,12 @@ from django.db.backends.signals import connection_created
 
 from kjo_django.coordination.base import alive_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.logs import get_logger
 from kjo_django.models import Worker
 from kjo_django.runtime import Runtime
 from kjo_django.store import store_for
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 PREFIX = "kjo-"
 _thread = threading.local()

@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from bisect import bisect_right
@@ -21,11 +20,12 @@ from django.utils import timezone
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.failures import error_text
+from kjo_django.logs import get_logger
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import PeriodicDuty
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 _COUNTERS: dict[Ending | None, str] = {
     Ending.COMPLETED: "completed_count",
@@ -171,13 +171,17 @@ class OutageLog:
         self._on_error = on_error
         self._errors: dict[str, tuple[str, datetime]] = {}
 
-    def note(self, source: str, error: str | None) -> None:
-        """Note what a part has met, or with None that it works again."""
+    def note(self, source: str, error: str | None, *, is_first: bool = False) -> None:
+        """Note what a part has met, or with None that it works again.
+
+        :param is_first: show it before those that were met before.
+        """
         if error is None:
             self._errors.pop(source, None)
         elif self._errors.get(source, ("",))[0] != error:
             logger.error("%s: %s", source, error)
-            self._errors[source] = (error, timezone.now())
+            met = {source: (error, timezone.now())}
+            self._errors = met | self._errors if is_first else self._errors | met
             self._on_error(source, error)
 
     @property

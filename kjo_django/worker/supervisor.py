@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -14,8 +13,9 @@ from types import FrameType
 from django.db import connections
 
 from kjo_django import garbage_collection
+from kjo_django.logs import get_logger
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 STOP_SIGNALS = [
     getattr(signal, name)
@@ -28,6 +28,8 @@ started again, as one that ends with 1 is."""
 WAS_SIGNALLED = 4
 """Exit code of a worker that a signal has stopped in good order. One whose supervisor did not send
 the signal is started again: so the workers of a supervisor are restarted one after the other."""
+THREAD_DIED = 70
+"""Exit code of a worker that has ended because one of its threads had died."""
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
 LONGEST_DELAY = 30.0
@@ -47,7 +49,7 @@ def stop_on_signals(stopping: threading.Event) -> Callable[[], bool]:
     heard: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stopping.is_set():
+        if heard:
             logger.warning("Second signal: stopping at once")
             os._exit(128 + number)
         logger.info("%s: finishing what runs", signal.Signals(number).name)

@@ -15,7 +15,6 @@ second to lock the workflow sees what the first has written.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -33,6 +32,7 @@ from kjo_django import models, signals
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import RELAY_CHANNEL, after_commit, dispatch_jobs, is_transactional
 from kjo_django.enqueue.waiting import workflow_channel
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import OPEN_WORKFLOWS, JobState, OnFailure, WorkflowState
@@ -45,7 +45,7 @@ from kjo_django.workflows.step_context import (
     remember_follower,
 )
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 CHANGES: dict[str, StepCounts] = {
     JobState.COMPLETED: StepCounts(-1),

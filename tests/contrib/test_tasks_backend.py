@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -525,6 +526,44 @@ def test_signals_tell_of_what_is_stored(tasks: Any, work: Work) -> None:
         ("started", "KJOBackend", "RUNNING", 1),
         ("finished", "FAILED", "FAILED", 1),
     ]
+
+
+class Broken(logging.Handler):
+    """As projects have them: it reads ``request``, which records of a worker do not have."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        return bool(record.request)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["write", "write_async"])
+def test_logging_that_raises_fails_no_task(tasks: Any, work: Work, name: str) -> None:
+    """The framework logs with each of its signals, and Django what their receivers raise."""
+    # Given
+    broken = Broken()
+    logging.root.addHandler(broken)
+
+    heard: list[Any] = []
+
+    def receive(signal: Any, **facts: Any) -> None:
+        heard.append(signal)
+        raise RuntimeError("of a receiver")
+
+    told = (task_enqueued, task_started, task_finished)
+    for signal in told:
+        signal.connect(receive)
+    # When
+    try:
+        result = getattr(tasks, name).enqueue("a")
+        work()
+    finally:
+        logging.root.removeHandler(broken)
+        for signal in told:
+            signal.disconnect(receive)
+    # Then
+    result.refresh()
+    assert (result.status, result.attempts) == ("SUCCESSFUL", 1)
+    # The framework's own receivers log, and come first.
+    assert heard == [*told]
 
 
 def test_receivers_may_ask_the_database_when_an_asynchronous_task_starts(

@@ -1,4 +1,5 @@
-"""Scenarios of handlers that end the transaction of their group, beside innocent neighbours.
+"""Scenarios of adversaries beside innocent neighbours: handlers that end the transaction of their
+group, and logging that raises.
 
 What a neighbour that ran before has written is committed with the guilty one's COMMIT, without the
 record that it has run. If its worker dies or loses its leases right then, it runs again: it may
@@ -8,6 +9,9 @@ happens.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,3 +62,38 @@ for _kind, _options in (("atomic", {}), ("database-only", {"database_only": True
         ("rolls-back", UNDOES, "rollback"),
     ):
         scenario(f"adversary-{_kind}-{_name}")(partial(_act, table=_table, way=_way, **_options))
+
+
+class Raising(logging.Handler):
+    """A handler of LOGGING that raises for every record."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        raise AttributeError("request")
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Let every record raise where it is logged, and let the app log all it has to tell."""
+    raises, logger = Raising(), logging.getLogger("kjo_django")
+    level = logger.level
+    logging.root.addHandler(raises)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(raises)
+        logger.setLevel(level)
+
+
+def _log(world: World, process: Process, kind: str) -> None:
+    names = (("f1", "completed"), ("f2", "dead"), ("f3", "retried"), ("f4", "completed"))
+    with raising():
+        for name, ending in names:
+            world.kinds.enqueue(process, kind, name, ending)
+        process.work()
+        world.clock.advance(3)
+        process.work()
+
+
+for _kind in ("atomic", "outside", "coroutine"):
+    scenario(f"adversary-logging-{_kind}")(partial(_log, kind=_kind))

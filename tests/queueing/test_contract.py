@@ -21,7 +21,14 @@ from kjo_django.exceptions import JobCancelledError, JobFailedError, MaxRetriesE
 from kjo_django.messages.msgpack import MSGPACK
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import DeadLetter, Job
-from kjo_django.patterns.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
+from kjo_django.patterns.queue import (
+    NO_RESULT,
+    CancelResult,
+    RequeueResult,
+    UpdateTtlResult,
+    client,
+)
+from kjo_django.worker.heartbeat import Heartbeat
 from tests.queueing.conftest import Recorder
 from tests.waiting import PATIENCE, wait_until
 
@@ -419,3 +426,29 @@ def test_a_running_job_is_cancelled_if_it_agrees(queue: Queue) -> None:
     assert state_of(queue, "long") == "cancelled"
     assert runs == ["long"]
     assert not DeadLetter.objects.filter(queue=queue.name).exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_queue_goes_on_though_a_thread_of_its_worker_has_died(
+    file_queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is the project's own: nobody would start it again."""
+    # Given
+    monkeypatch.setattr(client, "RESTART_DELAY", 0.0)
+    step, has_died, told = Heartbeat.step, threading.Event(), list[str]()
+
+    def die(heartbeat: Heartbeat) -> float:
+        if threading.current_thread().name == "kjo-heartbeat" and not has_died.is_set():
+            has_died.set()
+            raise SystemExit("a bug")
+        return step(heartbeat)
+
+    monkeypatch.setattr(Heartbeat, "step", die)
+    file_queue.on("error", lambda error: told.append(str(error)))
+    file_queue.execute(lambda job: job.payload)
+    # When
+    file_queue.start()
+    assert has_died.wait(PATIENCE)
+    # Then
+    assert file_queue.enqueue_and_wait("a", {"x": 1}) == {"x": 1}
+    wait_until(lambda: any("Threads have died" in text for text in told))

@@ -220,7 +220,6 @@ class Simulation(World):
             boundary, target = current(), getattr(thread, "_target", None)
             owner = getattr(target, "__self__", None)
             if isinstance(boundary, SimulatedBoundary) and isinstance(owner, LoopRunner):
-                owner._is_up.set()
                 boundary.loops.append(owner)
             elif isinstance(boundary, SimulatedBoundary) and hasattr(owner, "step"):
                 boundary.steppers.append(owner)

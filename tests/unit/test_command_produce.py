@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import sys
 import threading
 
 import django
@@ -12,11 +13,13 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from kjo_django.exceptions import CoordinationError
-from kjo_django.management.commands.kjo_produce import read_criteria
+from kjo_django.management.commands import kjo_produce
+from kjo_django.management.commands.kjo_produce import _run, read_criteria
 from kjo_django.models import Job
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.items.producer import ProduceResult, produce_every
 from kjo_django.runtime import close_backends, get_transport
+from kjo_django.worker.supervisor import THREAD_DIED
 from tests.items.models import Item
 from tests.items.producers import ItemProducer
 from tests.ledger.jobs import write
@@ -241,3 +244,44 @@ def test_the_relay_of_a_misspelt_queue_is_wrong_usage_and_not_a_relay_of_nothing
     ) as told:
         run("ledgr")
     assert told.value.returncode == 2
+
+
+# --- A relay that dies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_relay_that_dies_stops_those_of_other_databases(number, monkeypatch, caplog):
+    """Nobody would publish the jobs of its database, and the process would look alive."""
+    relays = [Relay(), Relay()]
+
+    def step(relay):
+        if relay is relays[number]:
+            raise SystemExit("a bug")
+        return 60.0
+
+    monkeypatch.setattr(Relay, "step", step)
+    assert not _run(relays)
+    assert "The relay of the database 'default' has died" in caplog.text
+
+
+def test_a_relay_that_hangs_keeps_no_process_whose_other_one_has_died(monkeypatch):
+    monkeypatch.setattr(kjo_produce, "LEFT_AFTER", 0.01)
+    relays, may_end = [Relay(), Relay()], threading.Event()
+
+    def step(relay):
+        if relay is relays[0]:
+            raise SystemExit("a bug")
+        may_end.wait()
+        return 60.0
+
+    monkeypatch.setattr(Relay, "step", step)
+    assert not _run(relays)
+    may_end.set()
+
+
+def test_a_relay_that_dies_ends_the_command(monkeypatch):
+    monkeypatch.setattr(Relay, "step", lambda relay: sys.exit("a bug"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == THREAD_DIED

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from kjo_django.worker import supervisor
 
 pytestmark = pytest.mark.medium  # of real processes
 
@@ -318,3 +321,20 @@ def test_a_child_is_a_process_group_of_its_own(tmp_path):
     body = "def work():\n    note(str(os.getpgid(0) == os.getpid())); return 0"
     assert finish(start(tmp_path, body))[0] == 0
     assert log(tmp_path) == ["True"]
+
+
+def test_the_first_signal_is_no_second_one_for_a_worker_that_ends_by_itself(monkeypatch):
+    """A thread of it has died, an operator has stopped it, or all is done: what runs may end."""
+    ended = []
+    monkeypatch.setattr(supervisor.os, "_exit", ended.append)
+    stopping = threading.Event()
+    restore = supervisor.stop_on_signals(stopping)
+    try:
+        stopping.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [128 + signal.SIGTERM]
+    finally:
+        has_heard = restore()
+    assert has_heard

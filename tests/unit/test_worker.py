@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -19,15 +20,24 @@ from kjo_django import registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name
 from kjo_django.engine.group import Pipeline
+from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.recorder import Recorder
+from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
+from kjo_django.outbox.relay import Relay
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
+from kjo_django.schedules.ticker import Ticker
 from kjo_django.worker import Worker
-from kjo_django.worker.heartbeat import Controls
+from kjo_django.worker.duties import Rescuer
+from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
+from kjo_django.worker.lanes import Lanes
+from kjo_django.worker.supervisor import THREAD_DIED
 from tests.ledger.jobs import (
     always_fails,
     give,
@@ -312,6 +322,150 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
         write.enqueue(job="after")
         wait_until(lambda: Entry.objects.exists())
     assert set(DeadLetter.objects.values_list("error", flat=True)) == {"at src/lib.rs:7"}
+
+
+class Broken(logging.Handler):
+    """As projects have them: it reads ``request``, which records of a worker do not have."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        return bool(record.request)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def _broken_logging():
+    """Every record raises where it is logged, whoever logs it; asyncio tells of each loop."""
+    broken, level = Broken(), logging.root.level
+    logging.root.addHandler(broken)
+    logging.root.setLevel(logging.DEBUG)
+    yield
+    logging.root.removeHandler(broken)
+    logging.root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"atomic": False}, {"batch": 3}, {"is_async": True}, {"is_async": True, "atomic": False}],
+    ids=str,
+)
+@pytest.mark.usefixtures("_broken_logging")
+def test_logging_that_raises_takes_no_lane_with_it(options, hear):
+    """One failing job for each lane was enough: then nothing ran, and the worker looked alive."""
+    # Given
+    options = dict(options)
+
+    def fail(items=()):
+        raise ValueError("a failure that is logged")
+
+    async def afail():
+        raise ValueError("a failure that is logged")
+
+    def receive(**facts):
+        raise KeyError("a failure that Django logs")
+
+    handler = afail if options.pop("is_async", False) else fail
+    as_job(handler, max_attempts=2, **options).enqueue_many([{}] * 7)
+    signals.job_failed.connect(receive)
+    # When
+    try:
+        with Running(concurrency=2) as running:
+            wait_until(lambda: DeadLetter.objects.count() == 7)
+            write.enqueue(job="after")
+            write_outside.enqueue(job="outside")
+            wait_until(lambda: Entry.objects.count() == 2)
+    finally:
+        signals.job_failed.disconnect(receive)
+    # Then it ends as it should, within its grace
+    assert running.code == 0
+
+
+@pytest.mark.usefixtures("_broken_logging")
+def test_a_callback_that_fails_ends_no_coroutine_beside_it():
+    """The event loop logs what a callback raises. What that raised ended the loop, and each of its
+    coroutines."""
+    # Given
+    has_failed = threading.Event()
+
+    def fail():
+        has_failed.set()
+        raise ValueError("of a callback")
+
+    async def call_back():
+        asyncio.get_running_loop().call_soon(fail)
+
+    async def wait_for_it():
+        while not has_failed.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+
+    # When
+    for name, function in (("bench.waits", wait_for_it), ("bench.calls", call_back)):
+        as_job(function, name, atomic=False, max_attempts=1).enqueue()
+    with Running():
+        wait_until(lambda: not Job.objects.open().exists())
+    # Then
+    assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
+
+
+def dying(monkeypatch, kind, name):
+    """Let one thread die at its next step, by an error that nothing catches."""
+    step, has_died = getattr(kind, name), threading.Event()
+
+    def die(*arguments, **options):
+        if threading.current_thread() is not threading.main_thread() and not has_died.is_set():
+            has_died.set()
+            raise SystemExit("a bug")
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(kind, name, die)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "thread"),
+    [
+        (Lanes, "run_group", "kjo-lane-"),
+        (Poller, "step", "kjo-poll-"),
+        (Relay, "step", "kjo-relay"),
+        (LifeSign, "step", "kjo-alive"),
+        (Heartbeat, "step", "kjo-heartbeat"),
+        (Rescuer, "step", "kjo-duties"),
+        (Ticker, "step", "kjo-schedules"),
+        (Recorder, "step", "kjo-recorder"),
+        (LoopRunner, "_run", "kjo-loop"),
+        (TimeoutWatch, "_look", "kjo-timeouts"),
+    ],
+    ids=lambda each: each if isinstance(each, str) and each.startswith("kjo") else "",
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_one_of_whose_threads_has_died_ends_and_says_which(
+    settings, monkeypatch, caplog, kind, name, thread
+):
+    """It would show signs of life, and do a part of its work no longer. What the dead thread would
+    have settled is not waited for."""
+    # Given a transport with a relay
+    settings.KJO = settings.KJO | MEMORY | {"SHUTDOWN_GRACE": 3600}
+    dying(monkeypatch, kind, name)
+    timed = as_job(lambda: None, "bench.timed", timeout=timedelta(seconds=30))
+    timed.enqueue()
+    as_job(write_async.handler.function, "bench.outside", atomic=False).enqueue(job="async")
+    # When
+    running = Running(schedules=True)
+    running._thread.start()
+    running.join()
+    # Then
+    assert running.code == THREAD_DIED
+    assert caplog.text.count("Threads have died, so the worker ends") == 1
+    assert f"so the worker ends: {thread}" in running.worker.last_error
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_its_row_names_the_thread_though_something_else_was_wrong_before(settings, monkeypatch):
+    settings.KJO = settings.KJO | MEMORY
+    running = Running()
+    running.worker._outages.note("relay", "the broker is away")
+    dying(monkeypatch, Heartbeat, "step")
+    running._thread.start()
+    running.join()
+    assert "so the worker ends: kjo-heartbeat" in running.worker.last_error
 
 
 def test_a_lane_that_failed_holds_no_leases(monkeypatch):

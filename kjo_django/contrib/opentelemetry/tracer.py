@@ -6,7 +6,6 @@ docs/decisions/0059 says why an attempt is a child of the enqueue and not only l
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from kjo_django import __version__
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.handler.context import JobContext
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
 from kjo_django.runtime import transport_class
@@ -47,7 +47,7 @@ _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 # --- Blocks under a span. Whatever telemetry raises is logged and goes no further -----------------
 
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 COMPLAIN_EVERY = 60.0
 """Seconds between two log messages about failing telemetry."""

@@ -3,7 +3,6 @@ stop at a limit."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.ids import uuid7_floor
+from kjo_django.logs import get_logger
 from kjo_django.models import (
     BOUNDS,
     DeadLetter,
@@ -33,7 +33,7 @@ from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.worker.sessions import PREFIX
 from kjo_django.workflows import lists
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 PRODUCTION_WINDOW = timedelta(seconds=60)
 """Seconds over which the production rate is measured."""

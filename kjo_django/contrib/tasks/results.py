@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import uuid
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -45,6 +44,7 @@ from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import result_of
 from kjo_django.exceptions import MessageError
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.registry import HandlerOptions
@@ -52,7 +52,7 @@ from kjo_django.runtime import current_runtime, databases, jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import duration
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 def store_task(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) -> KJOTaskResult:

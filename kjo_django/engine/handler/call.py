@@ -14,7 +14,6 @@ each item runs again alone, in the same attempt: only the guilty one fails.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from bisect import bisect_left
@@ -35,6 +34,7 @@ from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 from kjo_django.registry import Handler, handlers
@@ -49,7 +49,7 @@ Call = Callable[[Any], Any]
 Middleware = Callable[[Call], Call]
 _NOTHING = nullcontext()
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +17,11 @@ from django.db.transaction import TransactionManagementError
 
 from kjo_django.engine.attempt import Attempt
 from kjo_django.exceptions import TransactionEndedError
+from kjo_django.logs import get_logger
 from kjo_django.store import Store, store_for
 from kjo_django.store.servers import drop, is_usable
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 def freshen_connections(

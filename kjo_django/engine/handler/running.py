@@ -8,7 +8,6 @@ the progress that is shown is a second old.
 from __future__ import annotations
 
 import json
-import logging
 from datetime import timedelta
 
 from kjo_django.engine.admission import load_rows
@@ -16,10 +15,11 @@ from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.handler.timeouts import RunningJob, TimeoutWatch
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import storable_text
 from kjo_django.runtime import Runtime
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 SETTLED_AFTER = 0.5
 """Seconds a handler runs before anybody asks about it: the quick ones cost nothing."""

@@ -247,8 +247,9 @@ class TimeoutWatch:
     def wake(self) -> None:
         """Look now, in the watch's thread; the caller holds the lock."""
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="kjo-timeouts", daemon=True)
-            self.thread.start()
+            thread = threading.Thread(target=self._run, name="kjo-timeouts", daemon=True)
+            thread.start()
+            self.thread = thread
         self._changed.notify()
 
     def _run(self) -> None:

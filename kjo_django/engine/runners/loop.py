@@ -13,7 +13,6 @@ the other in one thread with one database connection, as in any asynchronous pro
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -30,10 +29,11 @@ from kjo_django.engine.handler.call import acall_step, in_steps
 from kjo_django.engine.handler.connections import freshen_connections, may_be_left_open
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.recorder import EndedQueue, Recorder
+from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.store.servers import leave_retired
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 RESTART_DELAY = 1.0
 """Seconds before another event loop begins when one has ended."""
@@ -112,18 +112,22 @@ class LoopRunner:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
-        self._is_up = threading.Event()
         # Of the thread that all of them share for their database calls.
         self._connections: list[BaseDatabaseWrapper] = []
         self._undone: list[Exception] = []
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Its thread, once that was started."""
+        return [] if self._thread is None else [self._thread]
 
     def run(self, attempts: Sequence[Attempt]) -> None:
         """Start coroutines that are admitted; returns at once."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kjo-loop", daemon=True)
-                self._thread.start()
-        self._is_up.wait()
+                thread = threading.Thread(target=self._run, name="kjo-loop", daemon=True)
+                thread.start()
+                self._thread = thread
         self._waiting.extend(in_steps(attempts))
         self._call()
 
@@ -137,18 +141,18 @@ class LoopRunner:
             self._has_closed.set()
             thread = self._thread
         if thread is not None:
-            self._is_up.wait()
             self._call()
             thread.join(timeout)
 
     def _call(self) -> None:
-        """Make the loop look at what boards, and whether it is closed."""
-        assert self._loop is not None
-        assert self._wake is not None
+        """Make the loop look at what boards, and whether it is closed. One that begins looks by
+        itself."""
+        if self._wake is None or self._loop is None:
+            return
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
-            pass  # the loop has ended, and the next one looks when it begins
+            pass  # it has ended, and the next one looks when it begins
 
     # --- On the loop ------------------------------------------------------------------------------
 
@@ -170,7 +174,6 @@ class LoopRunner:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_task_factory(_contained_task)  # type: ignore[arg-type]
         self._wake.set()
-        self._is_up.set()
         tasks: dict[asyncio.Task[None], Sequence[Attempt] | None] = {}
 
         def ended(task: asyncio.Task[None]) -> None:

@@ -17,6 +17,7 @@ from django.utils.module_loading import import_string
 from kjo_django import registry
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.enqueue.storing import OUTGOING
+from kjo_django.logs import get_logger
 from kjo_django.management.commands._shared import (
     ParsedCommand,
     chosen_databases,
@@ -30,14 +31,20 @@ from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
 from kjo_django.runtime import current_runtime, runtime_for
 from kjo_django.worker.report import announce, surroundings
+from kjo_django.worker.supervisor import THREAD_DIED
 
+logger = get_logger("kjo_django")
+
+LEFT_AFTER = 10.0
+"""Seconds that the other relays have to end when one has died."""
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class Command(ParsedCommand):
     """Publish committed jobs until stopped, or run a template producer.
 
-    Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage.
+    Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage. Of the
+    relay: 0 stopped, 70 it has died.
     """
 
     without_database = "all of them if not given"
@@ -128,8 +135,10 @@ class Command(ParsedCommand):
             facts = {"queues": relay.queues, **surroundings(runtime, used)}
             announce(self.stdout, what, facts, as_json=options["json"])
         self.stdout.flush()
-        _run(relays)
+        have_all_stopped = _run(relays)
         self.stdout.write(f"Stopped after {_published(relays)} messages.")
+        if not have_all_stopped:
+            sys.exit(THREAD_DIED)
 
     def _relay_once(self, relays: list[Relay]) -> None:
         left = []
@@ -188,14 +197,34 @@ class Command(ParsedCommand):
             raise ValueError(f"The criteria cannot be used: {error}") from error
 
 
-def _run(relays: list[Relay]) -> None:
-    """Run the first one in this thread, and each other one in a thread of its own."""
-    others = [threading.Thread(target=relay.run, name="kjo-relay") for relay in relays[1:]]
+def _run(relays: list[Relay]) -> bool:
+    """Run the first one in this thread, and each other one in a thread of its own. One that dies
+    stops them all.
+
+    :returns: whether none has died.
+    """
+    died: list[Relay] = []
+
+    def run(relay: Relay) -> None:
+        try:
+            relay.run()
+        except BaseException:
+            died.append(relay)
+            logger.exception("The relay of the database %r has died", relay.runtime.database)
+        finally:
+            _stop(relays)
+
+    others = [
+        threading.Thread(target=run, args=[relay], name="kjo-relay", daemon=True)
+        for relay in relays[1:]
+    ]
     for thread in others:
         thread.start()
-    relays[0].run()
+    run(relays[0])
     for thread in others:
-        thread.join()
+        # One that hangs in a call of its broker keeps no process that has lost another.
+        thread.join(LEFT_AFTER if died else None)
+    return not died
 
 
 def _stop(relays: list[Relay]) -> None:

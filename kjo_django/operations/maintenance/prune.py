@@ -6,7 +6,6 @@ creation. The time of their end must be old enough, too. Several processes may p
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -18,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.ids import ago, uuid7_floor
+from kjo_django.logs import get_logger
 from kjo_django.models import (
     DeadLetter,
     DeadLetterState,
@@ -38,7 +38,7 @@ from kjo_django.operations.rows import CHUNK, chunks, lock
 from kjo_django.runtime import jobs_database
 from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may come again."""

@@ -8,7 +8,6 @@ and attempt. If the message was not gone, the second one is dropped as a duplica
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,6 +21,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, transition
 from kjo_django.operations.audit import send_signals
 from kjo_django.operations.jobs import lock_jobs, send
@@ -30,7 +30,7 @@ from kjo_django.operations.rows import chunks
 from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import JobState
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 PATIENCE = 10
 """If nobody knows whether a message still waits, a job is published again after so many times

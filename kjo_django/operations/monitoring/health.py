@@ -7,7 +7,6 @@ server that is away may hang for minutes. A check that needs something broken is
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
+from kjo_django.logs import get_logger
 from kjo_django.models import Job, MetricBucket
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
@@ -42,7 +42,7 @@ from kjo_django.runtime import (
 )
 from kjo_django.schedules import shown as schedules_shown
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from kjo_django.conf import declare_queue, get_settings
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.exceptions import MessageError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, storable_text
@@ -370,7 +370,7 @@ def _register(cls: type[AbstractConsumer], options: ConsumerOptions) -> ItemHand
 # --- The handler: one run of one item -------------------------------------------------------------
 
 
-logger = logging.getLogger("kjo_django.consumer")
+logger = get_logger("kjo_django.consumer")
 
 SKIPPED_COMPLETED = "completed"
 """``Attempt.reason`` of a message whose item was completed before."""

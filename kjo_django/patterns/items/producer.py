@@ -18,7 +18,6 @@ sends items again; their consumers decide by the item's state.
 from __future__ import annotations
 
 import abc
-import logging
 import secrets
 import threading
 import time
@@ -43,6 +42,7 @@ from kjo_django.exceptions import (
     PublishError,
     text_of,
 )
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import JSON, one_line, storable_text
 from kjo_django.operations.maintenance.topics import ensure_topics
 from kjo_django.patterns.items.hashing import content_hash, partition_of
@@ -391,7 +391,7 @@ def _check_key_format(key_format: str, name: str) -> None:
 # --- One run: what to send, claimed, sent, marked -------------------------------------------------
 
 
-logger = logging.getLogger("kjo_django.producer")
+logger = get_logger("kjo_django.producer")
 
 T = TypeVar("T")
 

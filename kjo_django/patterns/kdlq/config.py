@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from typing import Any, Literal
 
 from kjo_django import signals
 from kjo_django.exceptions import KDLQConfigurationException
+from kjo_django.logs import get_logger
 from kjo_django.transports.base import Record
 from kjo_django.values import timedelta_of
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 
 class KDLQMessageLifecycleListener:

@@ -6,7 +6,6 @@ Use it in a poll loop of your own; ``kdlq_handler`` applies the same rules in a 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -25,6 +24,7 @@ from kjo_django.exceptions import (
     KjoError,
     PayloadError,
 )
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.patterns.kdlq import headers, letters
 from kjo_django.patterns.kdlq.config import (
@@ -40,7 +40,7 @@ from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decid
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, Transport, timestamp_of
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.enqueue.storing import row_key, store_record
 from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import register_serializer
@@ -44,7 +44,7 @@ from kjo_django.transports.base import OutgoingRecord, Record
 
 F = TypeVar("F", bound=Processor)
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 MAX_MESSAGE_ID = 255
 """Of the column that keeps what has taken effect."""

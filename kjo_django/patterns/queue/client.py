@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +29,7 @@ from kjo_django.enqueue.waiting import (
     refuse_in_transaction,
 )
 from kjo_django.exceptions import JobNotFoundError, JobStateError
+from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
@@ -49,6 +49,7 @@ from kjo_django.runtime import (
 from kjo_django.states import JobState
 from kjo_django.values import refuse_unknown, whole
 from kjo_django.worker import Worker
+from kjo_django.worker.supervisor import THREAD_DIED
 
 _OPTIONS = frozenset(
     {
@@ -574,8 +575,10 @@ class JobBuilder:
 # --- Working in this process ----------------------------------------------------------------------
 
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
+RESTART_DELAY = 1.0
+"""Seconds until another worker takes the place of one that a thread of it has died in."""
 STOP_MARGIN = 20.0
 """Seconds beyond the grace period in which a worker leaves its groups and flushes."""
 
@@ -588,14 +591,10 @@ class LocalWorker:
 
     def __init__(self, queue: str, name: str | None, complain: Callable[[Exception], None]) -> None:
         self._queue = queue
+        self._name = name
         self._complain = complain
-        self._worker = Worker(
-            [queue],
-            name=name,
-            # Others in this process enqueue and wait on the same transports.
-            owns_process=False,
-            on_error=lambda source, error: complain(RuntimeError(f"{source}: {error}")),
-        )
+        self._stopping = threading.Event()
+        self._worker = self._make_worker()
         self._thread = threading.Thread(target=self._run, name=f"kjo-queue-{queue}", daemon=True)
 
     def start(self) -> None:
@@ -606,12 +605,24 @@ class LocalWorker:
         """Let running jobs end within ``SHUTDOWN_GRACE``, return the others, and wait for the
         thread.
         """
+        self._stopping.set()
         self._worker.stop()
         self._thread.join(get_settings().shutdown_grace.total_seconds() + STOP_MARGIN)
 
+    def _make_worker(self) -> Worker:
+        def complain(source: str, error: str) -> None:
+            self._complain(RuntimeError(f"{source}: {error}"))
+
+        # Others in this process enqueue and wait on the same transports.
+        return Worker([self._queue], name=self._name, owns_process=False, on_error=complain)
+
     def _run(self) -> None:
         try:
-            self._worker.run()
+            # The process is the project's: it goes on, and so does the queue.
+            while self._worker.run() == THREAD_DIED and not self._stopping.wait(RESTART_DELAY):
+                self._worker = self._make_worker()
+                if self._stopping.is_set():
+                    break
         except Exception as error:
             logger.exception("The worker of queue %s failed", self._queue)
             self._complain(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,12 @@ from django.dispatch import Signal
 
 from kjo_django import signals
 from kjo_django.exceptions import KjoError, MaxRetriesError, text_of
+from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import DeadLetterReason, Job
 from kjo_django.runtime import jobs_database
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 Listener = Callable[..., None]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import milliseconds
+from kjo_django.logs import get_logger
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 CALLBACK_LOOK = 0.1
 """Seconds between looks at the abort flag while a handler's callback is awaited."""

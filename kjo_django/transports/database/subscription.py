@@ -10,7 +10,6 @@ leases of those before it, and a claim that meets an owner come back to life tak
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import random
 import threading
@@ -24,6 +23,7 @@ from django.db.models import Case, Count, Q, QuerySet, Value, When
 from django.db.models.functions import Coalesce, Length
 
 from kjo_django.clock import Clock
+from kjo_django.logs import get_logger
 from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
@@ -39,7 +39,7 @@ from kjo_django.transports.base import (
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
 
-logger = logging.getLogger("kjo_django.transports.database")
+logger = get_logger("kjo_django.transports.database")
 
 OUTAGES = (OperationalError, InterfaceError, InternalError)
 """What a database raises when it is away, restarting, locked, when it broke a deadlock, or refuses

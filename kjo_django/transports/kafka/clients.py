@@ -26,9 +26,10 @@ from confluent_kafka import KafkaError, KafkaException
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.conf import Settings, get_settings
+from kjo_django.logs import get_logger
 from kjo_django.values import duration
 
-logger = logging.getLogger("kjo_django.kafka")
+logger = get_logger("kjo_django.kafka")
 
 C = TypeVar("C")
 
@@ -237,22 +238,19 @@ REPEAT_AFTER = 60.0
 """Seconds until what a client repeats is logged again above DEBUG."""
 
 
-class SafeLogger:
+class ClientLogger:
     """Passes a client's lines on to `logging`.
 
-    The client calls it inside ``poll``, where an exception (a broken handler or filter of the
-    project) would destroy fetched records; so nothing gets out. A broker that is down is mentioned
-    ten times a second; so repetitions are for DEBUG.
+    The client calls it inside ``poll``, where an exception would destroy fetched records: the
+    app's loggers raise none. A broker that is down is mentioned ten times a second; so repetitions
+    are for DEBUG.
     """
 
     def __init__(self) -> None:
         self._said: dict[Any, float] = {}
 
     def log(self, level: int, message: str, *arguments: Any) -> None:
-        try:
-            logger.log(self._level(level, arguments[:1]), message, *arguments)
-        except Exception:  # noqa: S110 - logging itself is what failed
-            pass
+        logger.log(self._level(level, arguments[:1]), message, *arguments)
 
     def _level(self, level: int, kind: tuple[Any, ...]) -> int:
         now = time.monotonic()
@@ -298,7 +296,7 @@ def make(kind: Callable[..., C], config: dict[str, Any], options: KafkaOptions) 
     :raises ImproperlyConfigured: for a configuration librdkafka refuses.
     """
     try:
-        return kind(config, logger=SafeLogger())
+        return kind(config, logger=ClientLogger())
     except KafkaException as error:
         # librdkafka names the property it refuses, and repeats no value of it.
         raise options.refuse("...", describe(error)) from None

@@ -11,7 +11,6 @@ OPTIONS: ``partitions``, the number a topic gets when it is first used (default 
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.exceptions import PublishError
+from kjo_django.logs import get_logger
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -40,7 +40,7 @@ from kjo_django.transports.base import (
 from kjo_django.transports.watermark import Watermark
 from kjo_django.values import ANY_SIZE, count_within
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

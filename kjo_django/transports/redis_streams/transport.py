@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
+from kjo_django.logs import get_logger
 from kjo_django.messages.headers import from_json, to_json
 from kjo_django.probing import answer_within
 from kjo_django.transports.base import (
@@ -56,7 +56,7 @@ from kjo_django.transports.base import (
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import duration
 
-logger = logging.getLogger("kjo_django")
+logger = get_logger("kjo_django")
 
 PIPELINE = 500
 """Entries sent in one round trip."""
