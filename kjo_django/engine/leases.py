@@ -394,9 +394,14 @@ class LeaseBook:
             )
         claims = self._coordination.claim(slots, self.token, ttl) if slots else []
         with self._lock:
+            taken = [slot for each in self._slots.values() for slot in each]
+            # Their deliveries have ended meanwhile.
+            ended = [slot for slot in slots if slot not in taken]
             for slot, claim in zip(slots, claims, strict=True):
                 if not claim.acquired:
                     self._note_lost(slot)
+        if ended:
+            self._coordination.release(ended, self.token)
 
     def release_all(self) -> None:
         """Let others take over at once whatever is still held."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from kjo_django.coordination.base import slot_name
+from kjo_django.coordination.base import Claim, slot_name
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import LOOK, RunningCall, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -53,6 +54,27 @@ def test_a_slot_that_was_lost_and_taken_again_stays_when_the_first_delivery_ends
     # And free when that has ended
     frozen.release(["next"])
     assert takes_slot(other, "theirs")
+
+
+def test_a_slot_that_is_given_back_while_it_is_asked_for_again_is_free(
+    standing_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a worker whose slot is not known any more
+    leases, coordination = living("late"), get_coordination()
+    assert takes_slot(leases, "delivery")
+    coordination.release([SLOT], "late")
+    claim = type(coordination).claim
+
+    def claim_late(self: Any, names: Sequence[str], *arguments: Any) -> list[Claim]:
+        if SLOT in names:
+            leases.release(["delivery"])
+        return claim(self, names, *arguments)
+
+    monkeypatch.setattr(type(coordination), "claim", claim_late)
+    # When its delivery ends between the answer and the claim
+    leases.renew()
+    # Then another worker may have it
+    assert takes_slot(living("other"), "theirs")
 
 
 # --- Runs whose slot is another's -----------------------------------------------------------------
