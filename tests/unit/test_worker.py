@@ -407,11 +407,12 @@ def test_a_callback_that_fails_ends_no_coroutine_beside_it():
 
 
 def dying(monkeypatch, kind, name):
-    """Let one thread die at its next step, by an error that nothing catches."""
-    step, has_died = getattr(kind, name), threading.Event()
+    """Let one thread that is started from now on die at its first step, by an error that nothing
+    catches. What other tests have left running is not it."""
+    step, has_died, others = getattr(kind, name), threading.Event(), {*threading.enumerate()}
 
     def die(*arguments, **options):
-        if threading.current_thread() is not threading.main_thread() and not has_died.is_set():
+        if threading.current_thread() not in others and not has_died.is_set():
             has_died.set()
             raise SystemExit("a bug")
         return step(*arguments, **options)
