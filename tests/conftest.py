@@ -1,5 +1,6 @@
 """Fixtures of every test."""
 
+import logging
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -74,6 +75,17 @@ def django_db_modify_db_settings(
     with led_to({**database(url), "TEST": {"NAME": name}}):
         yield
     server.dropdb(name)
+
+
+@pytest.fixture(autouse=True)
+def the_logger_is_left_as_it_was() -> Iterator[None]:
+    """Fail a test that leaves the app's logger changed: later tests of the process would not find
+    what they look for in its log."""
+    logger = logging.getLogger("kjo_django")
+    before = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)
+    yield
+    after = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)
+    assert after == before, "undo what the test has changed"
 
 
 @pytest.fixture(autouse=True)

@@ -32,13 +32,16 @@ class ReadingARequest(logging.Filter):
 
 
 @pytest.fixture
-def plain(monkeypatch):
+def plain():
     """The standard library's logger of the app, which forgets what is added to it."""
     plain = logging.getLogger("kjo_django")
-    monkeypatch.setattr(plain, "handlers", list(plain.handlers))
-    monkeypatch.setattr(plain, "filters", list(plain.filters))
-    monkeypatch.setattr(Logger, "_complain_at", 0.0)
-    return plain
+    level = plain.level
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plain, "handlers", list(plain.handlers))
+        patched.setattr(plain, "filters", list(plain.filters))
+        patched.setattr(Logger, "_complain_at", 0.0)
+        yield plain
+    plain.setLevel(level)
 
 
 @pytest.mark.parametrize("how", ["debug", "info", "warning", "error", "exception", "critical"])
