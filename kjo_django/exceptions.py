@@ -201,10 +201,15 @@ class PublishError(KjoError):
 class CoordinationError(KjoError):
     """The coordination backend cannot be reached; correctness never depends on it."""
 
+    may_have_effect = True
+    """Whether what was asked may have been done all the same."""
+
 
 class CoordinationForgotError(CoordinationError):
     """The coordination backend answers, and has lost its data: nothing is limited by it until the
     workers have told it again what they hold."""
+
+    may_have_effect = False
 
 
 class PermanentError(KjoError):

@@ -1091,6 +1091,12 @@ class Figures(models.Model):
     failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
     duplicate_count = models.PositiveBigIntegerField(_("duplicates"), default=0)
     skipped_count = models.PositiveBigIntegerField(_("skipped"), default=0)
+    unused_permit_count = models.PositiveBigIntegerField(
+        _("permits not used"),
+        default=0,
+        db_default=0,
+        help_text=_("Permits of a rate whose job did not start in time."),
+    )
     lag = models.PositiveBigIntegerField(
         _("lag"),
         null=True,
@@ -1243,6 +1249,22 @@ class Lease(models.Model):
 
     class Meta:
         db_table = "kjo_lease"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class RateWindow(models.Model):
+    """The starts that a rate has counted lately."""
+
+    name = models.CharField(max_length=255, primary_key=True)
+    starts = models.TextField(blank=True, default="")
+    """As ``coordination.starts.Starts`` writes them. Whoever changes them names what was there."""
+    expires_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "kjo_rate_window"
         default_permissions = ()
 
     def __str__(self) -> str:

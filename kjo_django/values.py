@@ -187,14 +187,16 @@ _RATE = re.compile(r"\s*(\d+)\s*/\s*(\d*)\s*([smhd])\s*", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MOST_AT_ONCE = 1_000_000
 """The largest number of a rate, and of a burst."""
+CAUGHT_UP = 0.5
+"""Seconds of late starts that a rate catches up, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """How many jobs may start in a time: at most ``count + burst - 1`` in any ``seconds``.
 
-    :param burst: how many may start at once when none has started for long; 1: they are spread
-        evenly.
+    :param burst: how many may start at once when none has started for long. With 1 they are spread
+        evenly, but for what has been late, which is caught up.
     """
 
     count: int
@@ -202,15 +204,17 @@ class Rate:
     burst: int = 1
 
     @property
-    def grace(self) -> float:
-        """Seconds that a job may start later than it was permitted to. Rates are counted in windows
-        that are longer by this, so a start that is late breaks none."""
-        return min(self.seconds / 20, 0.25)
+    def interval(self) -> float:
+        """Seconds from one start to the next where they are evenly spread: longer by a fortieth
+        than the rate says, since a start counts for a little longer than its window."""
+        return 1.025 * self.seconds / self.count
 
     @property
-    def interval(self) -> float:
-        """Seconds from one permit to the next."""
-        return (self.seconds + self.grace) / self.count
+    def ahead(self) -> float:
+        """Seconds by which a start may come before its even moment."""
+        return max(
+            (self.burst - 1) * self.interval, min(self.seconds / 2, max(self.interval, CAUGHT_UP))
+        )
 
     def __str__(self) -> str:
         unit = next((u for u, each in reversed(_UNITS.items()) if self.seconds == each), "")

@@ -164,6 +164,9 @@ Figures = shape(
     failed=serializers.IntegerField(),
     duplicate=serializers.IntegerField(help_text="Dropped: they had taken effect before."),
     skipped=serializers.IntegerField(help_text="Meant for others, or not to be run any more."),
+    unused_permit=serializers.IntegerField(
+        help_text="Permits of a rate whose job did not start in time."
+    ),
 )
 Times = shape(
     "Times",

@@ -24,6 +24,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import QueueConf
+from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.logs import get_logger
 from kjo_django.values import unknown_key
 
@@ -58,23 +59,6 @@ class Claim(NamedTuple):
 
 FIRST_CLAIM = Claim(True, 1)
 """The answer for a name that has never been held."""
-
-
-LONGEST_SLACK = 0.5
-"""Seconds of ``Pace.slack``, at most."""
-
-
-class Pace(NamedTuple):
-    """One rate as ``reserve`` is asked for it."""
-
-    name: str
-    interval: float
-    """Seconds from one permit to the next."""
-    burst: int = 1
-    """Permits that are given at once when none was given for long."""
-    slack: float = 0.0
-    """Seconds for which the permit may be used after its moment, at most ``LONGEST_SLACK``. The
-    next one is further away by as much: starts that are late come no closer to each other."""
 
 
 class Listener(abc.ABC):
@@ -171,24 +155,24 @@ class Coordination(abc.ABC):
     supports_limits: bool = False
     """Whether the next two methods do something. Where they do not, nothing may be limited."""
 
-    def reserve(
-        self,
-        asks: Sequence[Sequence[Pace]],
-        within: float,
-        after: float = 0.0,
-        sign: tuple[str, str] | None = None,
-    ) -> list[float]:
-        """Reserve a permit of each of its rates for each ask, in order and in one round trip.
+    permits_in_transactions: bool = True
+    """Whether ``permit`` may be called inside a transaction of the jobs' database that has written:
+    what it gives is not undone with that, and nobody waits for its end."""
 
-        Permits of a rate are its interval apart (GCRA, the generic cell rate algorithm); up to its
-        burst may be given at once when none was given for long. An ask gets the next moment that
-        all its rates allow, in ``after`` seconds at the earliest. Of one that is further away than
-        ``within`` seconds nothing is reserved. All who ask for a rate give one value of that: what
-        a slower rate has reserved beyond it, by more than ``LONGEST_SLACK``, is forgotten.
+    def permit(
+        self,
+        asks: Sequence[Ask],
+        sign: tuple[str, str] | None = None,
+        used: Sequence[Used] = (),
+    ) -> list[Permit]:
+        """Take a permit of each of its rates for each ask, or none; in order and in one round trip.
+        What is given nothing stands before those that come after it. All who ask for a rate give
+        one value of that.
 
         :param sign: a lease and its token. A server that does not have it has lost its data.
-        :returns: in how many seconds each ask is permitted.
-        :raises CoordinationForgotError: the sign is missing; nothing is reserved.
+        :param used: permits of which it is known by now when they were used.
+        :returns: counted from a moment within the call.
+        :raises CoordinationForgotError: the sign is missing; nothing is given.
         """
         raise NotImplementedError
 
@@ -204,7 +188,7 @@ class Coordination(abc.ABC):
         free.
 
         :param asks: a name and the number of its slots.
-        :param sign: as of ``reserve``.
+        :param sign: as of ``permit``.
         :returns: the lease taken for each ask, "" where no slot is free.
         :raises CoordinationForgotError: the sign is missing; nothing is taken.
         """

@@ -17,7 +17,7 @@ Keys, by example::
     CONS:EMAILS:7             the token of who processes the item; expires with the lease
     DELIVERIES:CONS:EMAILS:7  how often it was claimed; forgotten on release, else after a day
     PREFIX_SENT:7             a mark; expires with its TTL
-    RATE:job:shop.call        when its next job may start, in µs; expires when that has passed
+    STARTS:RATE:job:shop.call  when its jobs have started lately, by parts of its window; expires
     SLOT:job:shop.call:1      the token of who runs the first of its jobs; expires with the lease
 
 Leases and their counts are touched by one script, so on Redis Cluster all names of a call must
@@ -41,13 +41,12 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.coordination.base import (
     FIRST_CLAIM,
-    LONGEST_SLACK,
     Claim,
     Coordination,
-    Pace,
     ReconnectingListener,
     slot_name,
 )
+from kjo_django.coordination.starts import FARTHEST, Ask, Permit, Used, paces_of, part_of, reach, us
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.probing import answer_within
 
@@ -60,6 +59,8 @@ except ModuleNotFoundError as error:
 
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
+_STARTS = "STARTS:"
+"""Stands before the name of a rate."""
 ESCAPING = "A password's special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
 
 # A script works out the keys of the delivery counts: to send them would double what is written,
@@ -122,52 +123,183 @@ return #KEYS
 """
 
 
-# KEYS: the rates, then the sign of life. ARGV: the sign's token ("" for none), the longest and the
-# shortest wait and the longest slack in µs; of each rate its interval, tolerance and slack in µs;
-# of each ask how many rates, and which.
-# Answers with the µs to wait for each ask; nothing at all where the sign is missing. The server's
-# clock is everybody's.
-_RESERVE = """
+# KEYS: the rates, then the sign of life. ARGV: the sign's token ("" for none); how many of the
+# rates are asked for, and not only told of: they come first; of each rate its number, and in µs its
+# window, the part of it that has a counter, its interval and by how much a permit may be ahead; how
+# many permits were used; of each of them its stamp, how many µs ago it was used, or "never", how
+# many rates, and which; of each ask how long it lasts and how far ahead it may be in µs, the stamp
+# of the permit it replaces (0 for none), how many rates, and which.
+# Answers with two numbers for each ask, the wait in µs and the stamp; with nothing at all where the
+# sign is missing. The server's clock is everybody's.
+# It does what coordination/starts.py does, with a hash: the field "even" is the next even moment,
+# each other one is the end of a part of the window, and how many start in it.
+_PERMIT = (
+    f"local FARTHEST = {FARTHEST}"
+    + """
 if ARGV[1] ~= '' and redis.call('GET', KEYS[#KEYS]) ~= ARGV[1] then
     return {}
 end
 local time = redis.call('TIME')
-local now, longest = time[1] * 1000000 + time[2], tonumber(ARGV[2])
-local earliest = now + tonumber(ARGV[3])
-local free, changed, answers = {}, {}, {}
-for i = 1, #KEYS - 1 do
-    free[i] = tonumber(redis.call('GET', KEYS[i])) or 0
-    local last = now + longest + tonumber(ARGV[4])
-        + tonumber(ARGV[3 * i + 2]) + tonumber(ARGV[3 * i + 3])
-    if free[i] > last then
-        free[i] = last
-        changed[i] = true
+local now = time[1] * 1000000 + time[2]
+local at = 1
+local function argument()
+    at = at + 1
+    return tonumber(ARGV[at])
+end
+local function text(number)
+    return string.format('%.0f', number)
+end
+local function rates_named()
+    local named = {}
+    for j = 1, argument() do
+        named[j] = argument()
+    end
+    return named
+end
+local function part_of(rate, stamp)
+    return math.ceil(stamp / rate.part) * rate.part
+end
+local function count(rate, stamp, number)
+    local part = part_of(rate, stamp)
+    rate.parts[part] = (rate.parts[part] or 0) + number
+    rate.total, rate.is_changed = rate.total + number, true
+end
+local function give_back(rate, stamp)
+    if (rate.parts[part_of(rate, stamp)] or 0) > 0 then
+        count(rate, stamp, -1)
+        rate.even = rate.even - rate.interval
     end
 end
-local at = 3 * #KEYS + 2
-while ARGV[at] do
-    local last, moment = at + tonumber(ARGV[at]), earliest
-    for j = at + 1, last do
-        local i = tonumber(ARGV[j])
-        moment = math.max(moment, free[i] - tonumber(ARGV[3 * i + 3]))
-    end
-    answers[#answers + 1] = moment - now
-    if moment - now <= longest then
-        for j = at + 1, last do
-            local i = tonumber(ARGV[j])
-            local following = tonumber(ARGV[3 * i + 2]) + tonumber(ARGV[3 * i + 4])
-            free[i] = math.max(free[i], moment) + following
-            changed[i] = true
+local function wait_of(rate)
+    local wait, over = math.max(0, rate.even - rate.ahead - now), rate.total - rate.count + 1
+    if over > 0 then
+        local moments = {}
+        for moment in pairs(rate.parts) do
+            moments[#moments + 1] = moment
+        end
+        table.sort(moments)
+        for _, moment in ipairs(moments) do
+            over = over - rate.parts[moment]
+            wait = math.max(wait, moment + rate.window - now)
+            if over <= 0 then
+                break
+            end
         end
     end
-    at = last + 1
+    return wait
 end
-for i in pairs(changed) do
-    local life = math.ceil((free[i] - now) / 1000) + 1
-    redis.call('SET', KEYS[i], string.format('%.0f', free[i]), 'PX', life)
+local known, planned, asked = {}, {}, argument()
+for i = 1, #KEYS - 1 do
+    local rate = {count = argument(), window = argument(), part = argument(),
+        interval = argument(), ahead = argument(), even = 0, parts = {}, gone = {}, total = 0}
+    local found = redis.call('HGETALL', KEYS[i])
+    for j = 1, #found, 2 do
+        local field, value = found[j], tonumber(found[j + 1])
+        if field == 'even' then
+            local latest = now + rate.ahead + rate.interval + math.floor(rate.window / 2)
+            rate.even = (i > asked or value <= latest) and value or now
+        elseif i > asked then
+            rate.parts[tonumber(field)] = value
+            rate.total = rate.total + value
+        elseif tonumber(field) > now - rate.window and value > 0
+            and tonumber(field) <= now + math.max(rate.window, FARTHEST) then
+            rate.parts[tonumber(field)] = value
+            rate.total = rate.total + value
+        else
+            rate.gone[#rate.gone + 1] = field
+        end
+    end
+    known[i] = rate
+end
+for _ = 1, argument() do
+    local stamp, ago = argument(), argument()
+    for _, name in ipairs(rates_named()) do
+        local rate = known[name]
+        if not ago then
+            give_back(rate, stamp)
+        elseif (rate.parts[part_of(rate, stamp)] or 0) > 0 then
+            count(rate, stamp, -1)
+            count(rate, now - ago, 1)
+        end
+    end
+end
+for i, rate in ipairs(known) do
+    planned[i] = {parts = {}}
+    for field, value in pairs(rate) do
+        if field ~= 'parts' then
+            planned[i][field] = value
+        end
+    end
+    for moment, number in pairs(rate.parts) do
+        planned[i].parts[moment] = number
+    end
+end
+local answers = {}
+while ARGV[at + 1] do
+    local lasts, within, old, named = argument(), argument(), argument(), rates_named()
+    local wait, waits, is_moved = 0, {}, old > 0
+    for _, name in ipairs(named) do
+        local rate = known[name]
+        is_moved = is_moved and old > now - math.floor(rate.window / 2)
+            and (rate.parts[part_of(rate, old)] or 0) > 0
+    end
+    for _, name in ipairs(named) do
+        if old > 0 and not is_moved then
+            give_back(known[name], old)
+            give_back(planned[name], old)
+        end
+        waits[name] = wait_of(planned[name])
+        wait = math.max(wait, waits[name])
+    end
+    if is_moved then
+        wait = 0
+    end
+    local is_given = is_moved or wait <= within
+    local stamp = now + wait + lasts
+    local function take(rate)
+        if is_moved then
+            count(rate, old, -1)
+        else
+            rate.even = math.max(rate.even, now + wait) + rate.interval
+        end
+        count(rate, stamp, 1)
+    end
+    for _, name in ipairs(named) do
+        if is_given then
+            take(known[name])
+        end
+        -- Of a faster rate others start meanwhile.
+        if is_given or waits[name] == wait then
+            take(planned[name])
+        end
+    end
+    answers[#answers + 1] = text(wait)
+    answers[#answers + 1] = is_given and text(stamp) or '0'
+end
+for i, rate in ipairs(known) do
+    if rate.is_changed then
+        local values, latest, gone = {'even', text(rate.even)}, rate.even, rate.gone
+        for moment, number in pairs(rate.parts) do
+            if number > 0 then
+                values[#values + 1] = text(moment)
+                values[#values + 1] = number
+                latest = math.max(latest, moment + rate.window)
+            else
+                gone[#gone + 1] = text(moment)
+            end
+        end
+        if #gone > 0 then
+            redis.call('HDEL', KEYS[i], unpack(gone))
+        end
+        redis.call('HSET', KEYS[i], unpack(values))
+        if i <= asked then
+            redis.call('PEXPIRE', KEYS[i], math.ceil((latest - now) / 1000) + 1)
+        end
+    end
 end
 return answers
 """
+)
 
 # KEYS: the names, then the sign of life. ARGV: the sign's token ("" for none), token, ttl in ms; of
 # each name how many slots it has and how many are wanted.
@@ -279,30 +411,39 @@ class RedisCoordination(Coordination):
 
     supports_limits = True
 
-    def reserve(
+    def permit(
         self,
-        asks: Sequence[Sequence[Pace]],
-        within: float,
-        after: float = 0.0,
+        asks: Sequence[Ask],
         sign: tuple[str, str] | None = None,
-    ) -> list[float]:
-        """Reserve for all with one script call, by the server's clock."""
-        if not asks:
+        used: Sequence[Used] = (),
+    ) -> list[Permit]:
+        """Answer all with one script call, by the server's clock."""
+        if not asks and not used:
             return []
-        paces = {pace.name: pace for ask in asks for pace in ask}
+        paces = paces_of(asks, used)
         places = {name: number for number, name in enumerate(paces, start=1)}
         lease, token = sign or ("", "")
-        times = within, after, LONGEST_SLACK
-        arguments: list[object] = [token, *(round(seconds * 1e6) for seconds in times)]
+        arguments: list[object] = [token, len(paces_of(asks, ()))]
         for pace in paces.values():
-            interval = max(1, round(pace.interval * 1e6))
-            arguments += interval, interval * (pace.burst - 1), round(pace.slack * 1e6)
+            arguments += pace.most, us(pace.seconds), part_of(pace)
+            arguments += us(pace.interval), us(pace.ahead)
+        arguments.append(len(used))
+        for one in used:
+            ago = "never" if one.ago is None else us(one.ago)
+            arguments += one.stamp, ago, len(one.paces)
+            arguments += [places[pace.name] for pace in one.paces]
         for ask in asks:
-            arguments += len(ask), *(places[pace.name] for pace in ask)
-        answers = self._run(_RESERVE, self._keys([*paces, lease]), *arguments)
-        if not answers:
+            arguments += us(ask.lasts), reach(ask), ask.replaces, len(ask.paces)
+            arguments += [places[pace.name] for pace in ask.paces]
+        keys = [f"{_STARTS}{name}" for name in paces]
+        answers = self._run(_PERMIT, self._keys([*keys, lease]), *arguments)
+        if asks and not answers:
             raise CoordinationForgotError(f"Redis at {self._setting} has lost its data")
-        return [int(answer) / 1e6 for answer in answers]
+        numbers = [int(answer) for answer in answers]
+        return [
+            Permit(wait / 1e6, stamp)
+            for wait, stamp in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
 
     def claim_slots(
         self,

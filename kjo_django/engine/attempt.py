@@ -11,7 +11,9 @@ from uuid import UUID
 
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import lease_name
+from kjo_django.coordination.starts import Pace
 from kjo_django.exceptions import MessageError
+from kjo_django.limits.permits import Taken
 from kjo_django.messages.headers import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler, route_of
@@ -61,18 +63,29 @@ class Delivery:
     """Whether its limits have let it start: it comes before others of its key that wait."""
     waiting_since: float = 0.0
     """When it came to the lanes (monotonic)."""
-    permit_since: float = 0.0
-    """The earliest moment (monotonic) that its permit may mean."""
-    permitted_at: float = 0.0
-    permit_until: float = 0.0
-    """Between these moments (monotonic) it may start without another permit of its rates."""
+    asks_again: bool = False
+    """Whether it waits here for its limits: it comes before those that wait in line for them."""
+    is_released: bool = False
+    """Whether it waits here because it was the next in line."""
+    paces: Sequence[Pace] = ()
+    """The rates that have to permit its start."""
+    asked_at: float = 0.0
+    """When (monotonic) a permit was asked for last."""
+    permit: Taken | None = None
+    """The permit that it has of its rates."""
+    permit_from: float = 0.0
+    """From when (monotonic) on it may start with that; without, when it might."""
+    comes_by: float = 0.0
+    """By when (monotonic) a lane has come for the permit, or nobody waits for it any more."""
+    has_started: bool = False
+    """Whether its handler was called since it asked last."""
+    prepared_from: float = 0.0
+    """When (monotonic) a lane began with the group of which it was the first; 0: it was not."""
     is_limited: bool = False
     """Whether it may start only as long as its permit, or its slot, is its own."""
     slot_until: float = 0.0
     """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it has
     none."""
-    prepared_from: float = 0.0
-    """When a lane began to prepare its start (monotonic)."""
     held_until: float = 0.0
     """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
     weight: int = 1
@@ -132,6 +145,11 @@ class Delivery:
             self.shard = (record.topic, record.key)
         else:
             self.shard = (*record.position, queue.consumer_group)
+
+    @property
+    def is_in_transaction(self) -> bool:
+        """Whether its handler is called in the transaction of its group."""
+        return self.mode is Mode.ATOMIC
 
 
 def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:

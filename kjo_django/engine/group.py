@@ -26,8 +26,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -93,6 +93,12 @@ class Pipeline:
 
     :param listeners: are called with every group's attempts once their endings are durable; what
         one raises is logged and keeps nothing from the others.
+    :param on_share: is called with a handler's name, how many of its deliveries in a group its
+        limits let run, and how many there were.
+    :param on_earlier: is called with the moments (monotonic) at which deliveries that are deferred
+        are to come up, where those are earlier than before.
+    :param on_unused_permit: is called with a delivery for each permit of a rate with which it did
+        not start in time.
     :param on_pause: is called with each attempt whose partition is to be paused for its
         ``pause_seconds``, before its message may be run again.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
@@ -112,6 +118,9 @@ class Pipeline:
         worker: str,
         listeners: Sequence[Listener] = (),
         on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
+        on_share: Callable[[str, int, int], None] = lambda kind, ran, taken: None,
+        on_earlier: Callable[[Mapping[Delivery, float]], None] = lambda moments: None,
+        on_unused_permit: Callable[[Delivery], None] = lambda delivery: None,
         on_pause: Callable[[Attempt], None] = lambda attempt: None,
         stopping: threading.Event | None = None,
         on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
@@ -125,10 +134,12 @@ class Pipeline:
         self._worker = worker
         self._watch = watch
         self._listeners = listeners
+        self._on_share = on_share
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
-        self.limiter = Limiter(leases)
+        self.limiter = Limiter(leases, on_earlier, on_unused_permit)
+        watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
         self._recorder = Recorder(on_thread)
@@ -138,7 +149,7 @@ class Pipeline:
             on_measure,
             self._stopping,
             is_own=self._is_workers,
-            await_permit=self.limiter.await_permit,
+            take_permits=self.limiter.take_permits,
         )
         self._loop: LoopRunner | None = None
         if on_settled is not None:
@@ -211,6 +222,10 @@ class Pipeline:
             return deferred + self._settle(refused)
         is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do
+        now = self._runtime.clock.monotonic()
+        for delivery in left:
+            if delivery.paces:
+                delivery.prepared_from = now if delivery is left[0] else 0.0
         claims = self._leases.claim([d.lease for d in left], left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
@@ -351,11 +366,18 @@ class Pipeline:
         limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
         if not limited:
             return self._run_claimed(deliveries, running, is_permitted=True)
-        rows = admission.load_rows(runtime, list(limited))[1]
-        for delivery in list(limited):
+        ready = {each for each, limits in limited.items() if self.limiter.is_ready(each, limits)}
+        asking = [delivery for delivery in limited if delivery not in ready]
+        rows = admission.load_rows(runtime, asking)[1] if asking else {}
+        for delivery in asking:
             if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
+                self.limiter.give_back([delivery])
                 del limited[delivery]
-        found = self.limiter.sort(deliveries, limited, rows)
+        new = [delivery for delivery in limited if not delivery.asks_again]
+        found = self.limiter.sort(deliveries, limited, rows, ready)
+        running_kinds = Counter(d.kind for d in {*new}.intersection(found.may_run))
+        for kind, count in Counter(delivery.kind for delivery in new).items():
+            self._on_share(kind, running_kinds[kind], count)
         deferred = found.deferred
         attempts = [
             Attempt(d, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
@@ -660,7 +682,7 @@ class Pipeline:
         is_concurrent = deliveries[0].mode is Mode.CONCURRENT
         if is_concurrent and self._loop is not None and running is not None:
             attempts = self._admit_leased(deliveries)
-            self._await_permits(attempts)
+            self._take_permits(attempts)
             if admitted := [attempt for attempt in attempts if attempt.ending is None]:
                 running.update(attempt.delivery for attempt in admitted)
                 self._loop.run(admitted)
@@ -710,12 +732,12 @@ class Pipeline:
             left = not_begun + left[len(part) :]
         return ended.deferred + left
 
-    def _await_permits(self, attempts: Sequence[Attempt]) -> None:
-        """Wait until the coroutines with a permit may start; one that is too late is deferred."""
-        for attempt in attempts:
-            delivery = attempt.delivery
-            is_limited = attempt.ending is None and delivery.is_limited
-            if is_limited and not self.limiter.await_permit(delivery):
+    def _take_permits(self, attempts: Sequence[Attempt]) -> None:
+        """Take the permits of coroutines with a limit; one that may not start is deferred."""
+        limited = [a for a in attempts if a.ending is None and a.delivery.is_limited]
+        starting = {*self.limiter.take_permits([attempt.delivery for attempt in limited])}
+        for attempt in limited:
+            if attempt.delivery not in starting:
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
@@ -926,6 +948,8 @@ class Pipeline:
                 # A bug. Were its message acknowledged, the job would be lost.
                 raise RuntimeError(f"{attempt.delivery.lease} was not judged")
             groups[attempt.delivery.subscription].append(attempt)
+            if attempt.delivery.permit is not None:  # cancelled, or done, before it started
+                self.limiter.give_back([attempt.delivery])
         for subscription, group in groups.items():
             try:
                 subscription.acknowledge(
@@ -948,14 +972,19 @@ class Pipeline:
         try:
             self._announce([attempt for attempt in attempts if not attempt.is_announced])
         finally:
-            others = [a.delivery.lease for a in held if a.ending not in FAILURES]
-            if leases := [lease for lease in others if lease]:
-                self._leases.release(leases)
-            for attempt in held:
-                attempt.is_released = True
+            if held:
+                self._release(held)
             if self._leases.freed:
                 self.limiter.release_freed()
         return deferred
+
+    def _release(self, attempts: Sequence[Attempt]) -> None:
+        """Release the leases of attempts, but of failures, whose leases are released already."""
+        leases = [a.delivery.lease for a in attempts if a.ending not in FAILURES]
+        if any(leases):
+            self._leases.release([lease for lease in leases if lease])
+        for attempt in attempts:
+            attempt.is_released = True
 
     def _announce(self, attempts: Sequence[Attempt]) -> None:
         """Call hooks and listeners, once for each attempt."""

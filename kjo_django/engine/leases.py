@@ -11,7 +11,8 @@ from uuid import UUID
 
 from django.db import OperationalError, connections
 
-from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, Pace, alive_name
+from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, alive_name
+from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.logs import get_logger
@@ -109,13 +110,13 @@ class LeaseBook:
 
     # --- Limits -----------------------------------------------------------------------------------
 
-    def reserve(self, asks: Sequence[Sequence[Pace]], within: float, after: float) -> list[float]:
-        """Return in how many seconds each ask is permitted; see ``Coordination.reserve``.
+    def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
+        """Take permits for starts that are about to come; see ``Coordination.permit``.
 
         :raises CoordinationError: nobody knows.
         """
-        reserve = self._coordination.reserve
-        return self._ask(lambda: reserve(asks, within, after, self._sign()))
+        permit = self._coordination.permit
+        return self._ask(lambda: permit(asks, self._sign(), used))
 
     def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]:
         """Take a slot for each ask; return for which there was one. It is renewed and released
@@ -155,7 +156,9 @@ class LeaseBook:
         if self._clock.monotonic() < self._uncertain_until:
             raise CoordinationForgotError("Coordination has lost its data a moment ago")
         if self._breaker.is_open():
-            raise CoordinationError("Coordination does not answer")
+            unasked = CoordinationError("Coordination does not answer")
+            unasked.may_have_effect = False
+            raise unasked
         began = self._clock.monotonic()
         try:
             answer = call()

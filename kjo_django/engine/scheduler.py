@@ -21,7 +21,7 @@ import itertools
 import math
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +50,8 @@ class KeyQueue:
     queue: str
     # A list: most keys have one delivery, and an empty deque takes 600 bytes.
     waiting: list[Delivery]
+    due: tuple[float, int] | None = None
+    """When it starts (monotonic), of those that start later, and its number among them."""
 
 
 @dataclass(slots=True)
@@ -153,6 +155,8 @@ class GroupScheduler:
         self._left = math.inf if most is None else most
         """Deliveries that may still be started."""
         lock = threading.Lock()
+        self.on_discarded: Callable[[Sequence[Delivery]], None] = lambda deliveries: None
+        """Is called with what goes to another consumer."""
         self._startable = threading.Condition(lock)
         """Notified of what lanes may take. One notification wakes one lane; the lane that takes a
         group passes it on while something is left."""
@@ -194,6 +198,8 @@ class GroupScheduler:
         """The orphan that runs."""
         self._run_times: dict[str, float] = {}
         """Seconds that a handler's run is expected to take, by the handler's name."""
+        self._shares_run: dict[str, float] = {}
+        """The part of a handler's new deliveries that its limits let run, by its name."""
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
         self.lanes = lanes
@@ -277,7 +283,10 @@ class GroupScheduler:
             while not self.is_stopped:
                 self._is_ramping = False
                 while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
-                    self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
+                    until, number, key = heapq.heappop(self._delayed)
+                    if key.due == (until, number):  # it was not hastened
+                        key.due = None
+                        self._make_ready_or_forget(key)
                 for name in self._by_share() if self._is_weighted else list(self._ready):
                     if self._may_start(name) and (group := self._form_group(name)) is not None:
                         self._taken[threading.get_ident()] = group
@@ -316,7 +325,9 @@ class GroupScheduler:
         if key.waiting:
             first = key.waiting[0]
             is_concurrent = first.mode is Mode.CONCURRENT
-            self._ready[key.queue, is_concurrent, first.is_orphan, first.level].append(key)
+            ready = self._ready[key.queue, is_concurrent, first.is_orphan, first.level]
+            # What may start by its limits now is not to wait for what is only met.
+            ready.insert(_asking_again(ready) if first.asks_again else len(ready), key)
         else:
             del self._keys[key.key]
 
@@ -373,6 +384,8 @@ class GroupScheduler:
         seconds = 0.0
         if first.mode in TIMED:
             seconds = len(ready) * self._run_times.get(first.kind, self._budget)
+            if self._shares_run and not first.asks_again:
+                seconds *= self._shares_run.get(first.kind, 1.0)
         worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
         lanes = min(self._idle, limit.groups, worth)
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
@@ -408,7 +421,11 @@ class GroupScheduler:
                 seconds = 0.0
                 if mode in TIMED:
                     seconds = self._run_times.get(waiting[0].kind, self._budget)
+                    if self._shares_run and not waiting[0].asks_again:
+                        seconds *= self._shares_run.get(waiting[0].kind, 1.0)
                 if seconds > budget and taken and not _fits_into_batch(waiting[0], taken):
+                    break
+                if taken and waiting[0].asks_again != taken[0].asks_again:
                     break
                 budget -= seconds
                 taken.append(waiting.pop(0))
@@ -434,8 +451,23 @@ class GroupScheduler:
                 if until <= now:
                     self._paused_until.pop(key.waiting[0].place, None)
                     return
-                heapq.heappush(self._delayed, (until, next(self._tickets), key))
+                self._delay(key, until)
             ready.popleft()
+
+    def _delay(self, key: KeyQueue, until: float) -> None:
+        key.due = until, next(self._tickets)
+        heapq.heappush(self._delayed, (*key.due, key))
+
+    def hasten(self, moments: Mapping[Delivery, float]) -> None:
+        """Let deliveries that come up later do so at these moments (monotonic), where those are
+        earlier."""
+        with self._startable:
+            for delivery, moment in moments.items():
+                key = self._keys.get(delivery.shard)
+                is_first = key is not None and key.waiting[:1] == [delivery]
+                if key is not None and is_first and key.due is not None and moment < key.due[0]:
+                    self._delay(key, moment)
+            self._startable.notify()
 
     def measure(self, kind: str, seconds: float) -> None:
         """Note how long a handler ran; what is expected of it is a moving average."""
@@ -443,6 +475,12 @@ class GroupScheduler:
         # Quick to believe that a handler is slow, slower to believe that it is fast.
         weight = 0.5 if seconds > known else 0.1
         self._run_times[kind] = known + weight * (seconds - known)
+
+    def measure_share(self, kind: str, ran: int, taken: int) -> None:
+        """Note how many of a handler's deliveries in a group its limits let run. A lane is done
+        with the others at once, so it may take many of them."""
+        known = self._shares_run.get(kind, 1.0)
+        self._shares_run[kind] = known + 0.5 * (ran / taken - known)
 
     # --- Finishing --------------------------------------------------------------------------------
 
@@ -503,7 +541,7 @@ class GroupScheduler:
                     until = returned[0].held_until or self._clock.monotonic() + delay
                     for delivery in returned:
                         delivery.held_until = 0.0
-                    heapq.heappush(self._delayed, (until, next(self._tickets), key))
+                    self._delay(key, until)
                 else:
                     self._make_ready_or_forget(key)
             self._ended.notify_all()
@@ -536,6 +574,8 @@ class GroupScheduler:
             self.waiting -= len(dropped)
             for delivery in dropped:
                 self._held[subscription, delivery.place] -= delivery.weight
+        if dropped:
+            self.on_discarded(dropped)
         return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -659,4 +699,11 @@ def _fits_into_batch(delivery: Delivery, taken: list[Delivery]) -> bool:
         len(taken) < (delivery.batch or 0)
         and taken[0].handler is delivery.handler
         and taken[-1].shard != delivery.shard
+    )
+
+
+def _asking_again(ready: Collection[KeyQueue]) -> int:
+    """Return behind how many keys of a list that ask their limits again another such one comes."""
+    return sum(
+        1 for _ in itertools.takewhile(lambda key: key.waiting and key.waiting[0].asks_again, ready)
     )

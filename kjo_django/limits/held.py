@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -25,10 +25,13 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.rows import JobRow
 
-LEAD = 1.0
-"""Seconds that a permit lies ahead at most."""
-DUE_BEFORE = 0.75
-"""Seconds before its moment that a released job is due, so that a worker has it in time."""
+LEAD = 4.0
+"""Seconds for which a worker keeps a job that has to wait; one that waits for longer is held."""
+AHEAD = 4.0
+"""Seconds of a rate for which jobs are released ahead: a worker gets them in less."""
+DUE_BEFORE = 2.0
+"""Seconds before its moment that a released job is due, so that a worker has it in time, also where
+other jobs of its topic are before it."""
 PAUSED = "PAUSED"
 """The limit named in the place of a job that has started and comes up again: it is the next of its
 key, and those behind it are not released meanwhile."""
@@ -52,8 +55,6 @@ class Held(NamedTuple):
 
     row: JobRow
     limit: Limit
-    wait: float
-    """Seconds after which it might have started, were it the first in line."""
     is_first: bool = False
     """Whether it had started before, and comes before all others."""
 
@@ -139,7 +140,7 @@ def _of(name: str) -> Q:
 def leave(runtime: Runtime, ids: Collection[UUID]) -> None:
     """Take jobs out of the line: they start now."""
     for some in _chunks(ids):
-        rows(runtime).filter(job_id__in=some).delete()
+        rows(runtime).filter(job_id__in=some)._raw_delete(runtime.database)  # one round trip
 
 
 def first_of_keys(
@@ -242,11 +243,31 @@ def keep_places(runtime: Runtime, starts: Sequence[Start]) -> None:
     rows(runtime).bulk_create(places, ignore_conflicts=True, batch_size=_NAMES)
 
 
-def release(runtime: Runtime, name: str, count: int, wait: float, interval: float) -> int:
+def fill(runtime: Runtime, name: str, most: int, wait: float, interval: float) -> bool:
+    """Release the first jobs in line until so many are on their way, and never more of them,
+    however many workers do so at once; return whether others may be left in line.
+
+    :param wait: seconds until the first of them may start, at least.
+    :param interval: seconds for which each that is on its way keeps them waiting.
+    """
+    with runtime.store.writing():
+        line = rows(runtime).filter(limit=name, is_released=False).order_by("rank", "id")
+        if connections[runtime.database].features.has_select_for_update:
+            # Another worker that releases jobs of this line has done so, or waits for this one: not
+            # even a more urgent job at the head of the line keeps the two from meeting.
+            line = line.select_for_update()
+        if most <= 0 or not list(line.values_list("pk", flat=True)[:most]):
+            return most <= 0
+        on_way = released_count(runtime, name)
+        count = most - on_way
+        return count <= 0 or release(runtime, name, count, max(wait, on_way * interval)) == count
+
+
+def release(runtime: Runtime, name: str, count: int, wait: float) -> int:
     """Release the first jobs in line, but none behind a paused one of its key; return how many.
+    They are due together, so that a worker has to do with them once.
 
     :param wait: seconds until the first of them may start.
-    :param interval: seconds from one to the next.
     """
     released = 0
     with runtime.store.writing():
@@ -273,27 +294,23 @@ def release(runtime: Runtime, name: str, count: int, wait: float, interval: floa
             ]
             rows(runtime).filter(pk__in=[row.pk for row in gone]).delete()
             due = [by_id[row.job_id] for row in first if row not in gone]
-            moments = [wait + (released + n) * interval for n in range(len(due))]
-            _send(runtime, list(zip(due, moments, strict=True)))
+            _send(runtime, due, wait)
             kept = rows(runtime).filter(job_id__in=[job.pk for job in due])
             kept.update(is_released=True)
             released += len(due)
     return released
 
 
-def _send(runtime: Runtime, jobs: Sequence[tuple[Job, float]]) -> None:
-    """Make held jobs due so many seconds from now, and a worker's way before, inside
-    the caller's transaction."""
-    now = runtime.clock.now()
+def _send(runtime: Runtime, jobs: Sequence[Job], seconds: float) -> None:
+    """Make held jobs due so many seconds from now, less a worker's way, inside the caller's
+    transaction."""
+    due = runtime.clock.now() + timedelta(seconds=max(0.0, seconds - DUE_BEFORE))
     table = Job.objects.using(runtime.database)
     by_queue: dict[str, list[Job]] = {}
-    by_moment: dict[datetime, list[Job]] = {}
-    for job, seconds in jobs:
-        job.available_at = now + timedelta(seconds=max(0.0, seconds - DUE_BEFORE))
-        by_moment.setdefault(job.available_at, []).append(job)
+    for job in jobs:
+        job.available_at = due
         by_queue.setdefault(job.queue, []).append(job)
-    for moment, some in by_moment.items():
-        table.filter(pk__in=[job.pk for job in some]).update(available_at=moment)
+    table.filter(pk__in=[job.pk for job in jobs]).update(available_at=due)
     for name, some in by_queue.items():
         queue = runtime.settings.queue(name)
         if not storing.is_transactional(queue):
@@ -305,10 +322,18 @@ def _send(runtime: Runtime, jobs: Sequence[tuple[Job, float]]) -> None:
 
 
 def most_released(wanted: Limit) -> int:
-    """Return how many jobs of a limit are to be on their way to workers at a time."""
+    """Return how many jobs of a limit are to be on their way to workers at a time: of a rate those
+    that start soon at its even pace. What has been saved up of a burst those find that are met."""
     if wanted.rate is None:
         return wanted.slots
-    return min(MOST_RELEASED, math.ceil(LEAD / wanted.rate.interval) + wanted.rate.burst)
+    return min(MOST_RELEASED, math.ceil(AHEAD / wanted.rate.interval))
+
+
+def covered(wanted: Limit) -> float:
+    """Return for how many seconds there are starts where as many jobs are on their way."""
+    if wanted.rate is None:
+        return 0.0
+    return min(AHEAD, most_released(wanted) * wanted.rate.interval)
 
 
 def stalled(runtime: Runtime, count: int, after: str) -> list[HeldJob]:

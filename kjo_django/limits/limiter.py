@@ -1,16 +1,17 @@
 """Which deliveries of a group may start now, by the limits that hold over all workers together.
 
-A permit of a rate may lie a moment ahead: then its delivery waits in the scheduler, which takes no
-lane, and starts at that moment. What has to wait for longer is held: its job's row says so, and its
-message is settled. Nothing is ever permitted without an answer of coordination: while that is away,
-jobs with a limit wait.
+A permit of a rate is taken when its handler is about to be called. A delivery that may start in a
+moment waits in the scheduler, which takes no lane. What has to wait for longer is held: its job's
+row says so, and its message is settled. Nothing is ever permitted without an answer of
+coordination: while that is away, jobs with a limit wait.
 """
 
 from __future__ import annotations
 
-import time
+import math
+import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -20,11 +21,13 @@ from django.db import DatabaseError, InterfaceError
 
 from kjo_django import registry, states
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import LONGEST_SLACK, Pace, slot_name
+from kjo_django.coordination.base import slot_name
+from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
 from kjo_django.limits.held import LEAD, Held, Place, Start
+from kjo_django.limits.permits import LONGEST_PREPARATION, Permits, Starting
 from kjo_django.limits.rules import Limit, is_limited, limits_of
 from kjo_django.logs import get_logger
 from kjo_django.messages.headers import Message
@@ -33,6 +36,7 @@ from kjo_django.registry import Handler
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.store.servers import mend_connection
+from kjo_django.transports.base import Record
 
 logger = get_logger("kjo_django")
 
@@ -40,25 +44,36 @@ AWAY = 1.0
 """Seconds until coordination that was away is asked again."""
 UNRECORDED = 0.1
 """Seconds until a relay is expected to have recorded where it published a message."""
-AT_ONCE = 0.0005
-"""Seconds that are not worth waiting for."""
-WRITING = 0.1
-"""Seconds that a permit lies ahead at least while others wait in line: the line is written first,
-and a start that is late by as much would have lost its permit."""
-LONGEST_PREPARATION = 0.8 * LEAD
-"""Seconds that are expected for the way to a start, at most."""
+NEARLY_IDLE = 2.0
+"""Seconds of starts that wait in a worker, below which it lets others start that it meets."""
+MOMENT = 0.01
+"""Seconds that a delivery waits at least."""
+TRIES = 4
+"""How often the permits of deliveries that start together are taken anew where one has become old
+while they waited for another one."""
+NEVER_HERE = 3 * held.AHEAD
+"""Seconds for which no delivery waits in its worker."""
+FILLED_FOR = 1 / 4
+"""Of the time for which jobs of a rate are released ahead, the part after which more are, by a lane
+that starts nothing."""
+LATEST_FILL = 1 / 2
+"""The part after which a lane does so that is about to start others."""
+MOST_LINES = 10_000
+"""Limits for which a worker remembers when it released jobs."""
 LOOKED_AFTER = 500
 """Limits for which jobs wait, looked after at a time."""
 _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
 
 
-class Delivery(Protocol):
+class Delivery(Starting, Protocol):
     """What is asked of a delivery of the engine's."""
 
     @property
     def handler(self) -> Handler | None: ...
     @property
     def message(self) -> Message | None: ...
+    @property
+    def record(self) -> Record: ...
     @property
     def queue(self) -> QueueConf: ...
     @property
@@ -67,17 +82,14 @@ class Delivery(Protocol):
     def lease(self) -> str: ...
     @property
     def deliveries(self) -> int: ...
-
     @property
     def paused_since(self) -> datetime | None: ...
 
     was_permitted: bool
-    permit_since: float
-    permitted_at: float
-    permit_until: float
+    asks_again: bool
+    has_started: bool
     slot_until: float
     is_limited: bool
-    prepared_from: float
     held_until: float
 
 
@@ -89,12 +101,9 @@ class Leases(Protocol):
 
     runtime: Runtime
 
-    def reserve(
-        self, asks: Sequence[Sequence[Pace]], within: float, after: float
-    ) -> list[float]: ...
-
     alive_ttl: timedelta
 
+    def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]: ...
     def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]: ...
     def take_freed(self) -> Counter[str]: ...
     def release_abandoned(self, names: Sequence[str]) -> set[str]: ...
@@ -119,8 +128,8 @@ class Sorted(Generic[D]):
     repeated: list[tuple[D, JobRow]] = field(default_factory=list)
     """Second messages of jobs that are held."""
     places: dict[UUID, Place] = field(default_factory=dict)
-    releases: dict[Limit, tuple[int, float]] = field(default_factory=dict)
-    """How many jobs are to be released, and in how many seconds the first of them may start."""
+    advanced: set[Limit] = field(default_factory=set)
+    """The limits whose lines advance."""
 
     @property
     def settled(self) -> list[tuple[D, JobRow]]:
@@ -132,22 +141,34 @@ class Limiter:
     """The limits of one worker's jobs.
 
     :param leases: this worker's, among them those that are slots.
+    :param on_earlier: is called with the moments (monotonic) at which deliveries that are deferred
+        are to come up, where those are earlier than before.
+    :param on_unused_permit: is called with a delivery for each permit with which it did not start
+        in time.
     """
 
-    def __init__(self, leases: Leases) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        on_earlier: Callable[[Mapping[Any, float]], None],
+        on_unused_permit: Callable[[Any], None],
+    ) -> None:
         self._leases = leases
         self._runtime = runtime = leases.runtime
         self.has_limited_queues = any(
             runtime.settings.queue(name).rate is not None for name in registry.queue_names()
         )
         self._looked_after = ""
-        self._preparation = 0.05
-        """Seconds that a job with a permit is expected to take from its lane's look at it to its
-        start: leases, rows, a transaction."""
-        self._lateness = 0.0
-        """Seconds from the moment that a permit means to the start, as they were of late: the call
-        that asks for it, and a thread that is woken late. A rate whose grace is shorter would never
-        start anything, so its permits have slack."""
+        self._permits = Permits(
+            leases.permit,
+            runtime.clock,
+            waits_in_transactions=runtime.coordination.permits_in_transactions,
+            on_earlier=on_earlier,
+            on_unused=on_unused_permit,
+        )
+        self._filled_at: dict[str, float] = {}
+        self._to_fill: dict[str, Limit] = {}
+        """Whose lines have advanced since, by their names."""
 
     def limits_of(self, deliveries: Sequence[D]) -> dict[D, list[Limit]]:
         """Return the limits of those of the deliveries that have any."""
@@ -164,24 +185,51 @@ class Limiter:
                     found[delivery] = limits
         return found
 
+    def is_ready(self, delivery: Delivery, limits: Sequence[Limit]) -> bool:
+        """Return whether a delivery has waited here and got its permit, and nothing else is to be
+        asked: it needs no slot, and no other job of its key can be before it."""
+        message, now = delivery.message, self._runtime.clock.monotonic()
+        return (
+            delivery.asks_again
+            and delivery.paused_since is None
+            and message is not None
+            and message.job_id is not None
+            and not _has_key(delivery)
+            and delivery.deliveries == 1
+            and all(limit.rate is not None for limit in limits)
+            and [limit.pace for limit in limits] == delivery.paces
+            and self._permits.has_permit(delivery)
+            and delivery.permit_from - now <= self._permits.soon(delivery)
+        )
+
     def sort(
         self,
         deliveries: Sequence[D],
         limited: Mapping[D, list[Limit]],
         rows: Mapping[D, JobRow],
+        ready: Collection[D] = (),
     ) -> Sorted[D]:
         """Ask for what the deliveries of a group need.
 
         :param deliveries: claimed, of one queue, in order.
         :param limited: the limits of those that have any.
         :param rows: their jobs' rows.
+        :param ready: those of them that are ready, which may have none.
         """
         found: Sorted[D] = Sorted(limited)
+        asking = {delivery: of for delivery, of in limited.items() if delivery not in ready}
         try:
-            waits: dict[D, Wait] | None = self._ask(limited, rows, found)
+            waits: dict[D, Wait] | None = self._ask(asking, rows, found) if asking else {}
         except CoordinationError:
             waits = None
-        self._decide(deliveries, limited, rows, waits, found)
+        self._decide(deliveries, asking, rows, waits, found)
+        for delivery in set(ready).intersection(found.may_run):
+            delivery.has_started = False
+            found.advanced.update(
+                each
+                for each in limited[delivery]
+                if delivery.is_released or each.name in self._filled_at
+            )
         return found
 
     # --- Asking -----------------------------------------------------------------------------------
@@ -198,54 +246,89 @@ class Limiter:
         :raises CoordinationError: nobody knows. Slots that were taken are given back with the
             leases of their deliveries.
         """
-        runtime, now = self._runtime, self._runtime.clock.monotonic()
-        soon = now + self._preparation
+        runtime = self._runtime
         found.places = held.places_of(runtime, [rows[d].id for d in limited if d in rows])
         first = {rows[d].id: d for d in reversed([*limited]) if d in rows}
         limited = {d: of for d, of in limited.items() if d not in rows or first[rows[d].id] is d}
         names = {limit.name for limits in limited.values() for limit in limits}
-        crowded = held.lines(runtime, names)
-        behind = self._behind(limited, rows, found) if crowded else {}
+        crowded = names & {place.limit for place in found.places.values()}
+        if unknown := names - crowded:
+            crowded |= held.lines(runtime, unknown)
+        invited = self._invited(limited, crowded, rows, found)
+        behind = self._behind(limited, rows, found, invited) if crowded else {}
         waits: dict[D, Wait] = {}
         for delivery, limits in limited.items():
             line = next((limit for limit in limits if limit.name in crowded), None)
-            delivery.prepared_from = delivery.prepared_from or now
-            if delivery.permit_until < now:
-                self._note_lateness(delivery, now)
-            if delivery.permitted_at > soon:
-                waits[delivery] = Wait(limits[-1], delivery.permitted_at - now)
-            elif delivery in behind:
-                waits[delivery] = Wait(behind[delivery], 2 * LEAD)
-                delivery.permitted_at = delivery.permit_until = 0.0
-            elif line is not None and not self._is_next(delivery, rows, found):
-                waits[delivery] = Wait(line, 2 * LEAD)
+            if delivery in behind:
+                waits[delivery] = Wait(behind[delivery], NEVER_HERE)
+            elif line is not None and not (
+                delivery in invited or self._is_next(delivery, rows, found)
+            ):
+                waits[delivery] = Wait(line, NEVER_HERE)
         paced = {
             delivery: rates
             for delivery, limits in limited.items()
             if delivery not in waits
-            and delivery.permit_until < now
             and (rates := [limit for limit in limits if limit.rate is not None])
         }
         self._ask_rates(paced, crowded, waits, found)
-        starting = [d for d in limited if d not in waits or waits[d].seconds == 0.0]
+        starting = [d for d in limited if d not in waits]
         self._ask_slots([d for d in starting if limited[d][0].slots], limited, waits)
         for delivery in starting:
             waits.setdefault(delivery, Wait(limited[delivery][0], 0.0))
         return waits
 
+    def _invited(
+        self,
+        limited: Mapping[D, list[Limit]],
+        crowded: Collection[str],
+        rows: Mapping[D, JobRow],
+        found: Sorted[D],
+    ) -> set[D]:
+        """Return the deliveries that ask although others wait in line for their rates, since nobody
+        who was released is here: those come behind everything else that their topic has."""
+        invited: set[D] = set()
+        room: dict[Limit, int] = {}
+        for delivery, limits in limited.items():
+            lines = [limit for limit in limits if limit.name in crowded]
+            if (
+                not lines
+                or any(limit.rate is None for limit in lines)
+                or self._is_next(delivery, rows, found)
+                or rows[delivery].id in found.places
+            ):
+                continue
+            for limit in lines:
+                if limit not in room:
+                    seconds = NEARLY_IDLE - self._permits.end_of_line(limit.pace)
+                    room[limit] = math.ceil(seconds / limit.pace.interval)
+            if all(room[limit] > 0 for limit in lines):
+                invited.add(delivery)
+                room.update((limit, room[limit] - 1) for limit in lines)
+        return invited
+
     def _behind(
-        self, limited: Mapping[D, list[Limit]], rows: Mapping[D, JobRow], found: Sorted[D]
+        self,
+        limited: Mapping[D, list[Limit]],
+        rows: Mapping[D, JobRow],
+        found: Sorted[D],
+        invited: Collection[D],
     ) -> dict[D, Limit]:
         """Return the deliveries that would ask although an earlier one of their key waits for one
-        of their limits, and that limit."""
+        of their limits, and that limit.
+
+        :param invited: those that ask although they are not the next in line.
+        """
         asking: dict[UUID, D] = {}
         for delivery in limited:
             row = rows.get(delivery)
+            if not _has_key(delivery):
+                continue
             if row is None or delivery.deliveries > 1 or delivery.was_permitted:
                 continue  # it is before those of its key that wait
             place = found.places.get(row.id)
             if place is None:
-                is_asking = delivery.permit_until > 0.0
+                is_asking = delivery.asks_again or delivery in invited
             else:
                 is_asking = place.is_released and place.limit != held.PAUSED
             if is_asking:
@@ -265,11 +348,11 @@ class Limiter:
     @staticmethod
     def _is_next(delivery: D, rows: Mapping[D, JobRow], found: Sorted[Any]) -> bool:
         """Return whether a delivery asks although others wait in line: it was released, it had
-        started or had a permit before, or it cannot stand in line."""
+        started or was about to, or it cannot stand in line."""
         row = rows.get(delivery)
         if row is None or delivery.deliveries > 1:
             return True
-        if delivery.permit_until or delivery.was_permitted:
+        if delivery.asks_again or delivery.was_permitted:
             return True
         place = found.places.get(row.id)
         return place is not None and place.is_released
@@ -281,44 +364,23 @@ class Limiter:
         waits: dict[D, Wait],
         found: Sorted[D],
     ) -> None:
+        """Find out which are to start now, and when the others may."""
         if not asking:
             return
-        slack = {
-            limit: min(1.5 * self._lateness - limit.rate.grace, LONGEST_SLACK)
-            if self._lateness > limit.rate.grace
-            else 0.0
-            for rates in asking.values()
-            for limit in rates
-            if limit.rate is not None
-        }
-        asks = [
-            [limit.pace._replace(slack=slack[limit]) for limit in rates]
-            for rates in asking.values()
-        ]
-        clock = self._runtime.clock
-        after = max(WRITING, self._preparation) if crowded else self._preparation
-        began = clock.monotonic()
-        answers = self._leases.reserve(asks, LEAD, after)
-        ended = clock.monotonic()
-        for (delivery, rates), seconds in zip(asking.items(), answers, strict=True):
-            slowest = max(rates, key=lambda limit: limit.pace.interval)
-            if seconds > LEAD:
-                waits[delivery] = Wait(slowest, seconds)
+        for delivery, rates in asking.items():
+            delivery.paces, delivery.is_limited = [limit.pace for limit in rates], True
+            delivery.has_started = False
+        permits = self._permits
+        if new := [delivery for delivery in asking if not permits.has_permit(delivery)]:
+            permits.ask(new)
+        now = self._runtime.clock.monotonic()
+        for delivery, rates in asking.items():
+            seconds = max(0.0, delivery.permit_from - now)
+            if delivery.permit is None or seconds > permits.soon(delivery):
+                slowest = max(rates, key=lambda limit: limit.pace.interval)
+                waits[delivery] = Wait(slowest, max(seconds, MOMENT))
                 continue
-            # The moment meant lies between these two: a start is neither early nor too late.
-            grace = min(one.rate.grace + slack[one] for one in rates if one.rate is not None)
-            delivery.permit_since = began + seconds
-            delivery.permitted_at = ended + seconds
-            delivery.permit_until = began + seconds + grace
-            delivery.is_limited = True
-            # What is to start by the time that it is prepared, is prepared now.
-            is_soon = seconds <= self._preparation + AT_ONCE and not crowded
-            waits[delivery] = Wait(slowest, 0.0 if is_soon else seconds)
-            for limit in rates:
-                if limit.name in crowded:
-                    count = found.releases.get(limit, (0, 0.0))[0]
-                    following = limit.pace.interval + slack[limit]
-                    found.releases[limit] = count + 1, seconds + following
+            found.advanced.update(limit for limit in rates if limit.name in crowded)
 
     def _ask_slots(
         self,
@@ -338,8 +400,7 @@ class Limiter:
             delivery.slot_until = began + sure if is_taken else 0.0
             delivery.is_limited = True
             if not is_taken:
-                waits[delivery] = Wait(limited[delivery][0], LEAD)
-                delivery.permitted_at = delivery.permit_until = 0.0
+                waits[delivery] = Wait(limited[delivery][0], NEVER_HERE)
 
     # --- Deciding ---------------------------------------------------------------------------------
 
@@ -353,7 +414,6 @@ class Limiter:
     ) -> None:
         """Sort the deliveries, given what each waits for; None: nobody knows."""
         held_back, now = set[object](), self._runtime.clock.monotonic()
-        ahead: Counter[str] = Counter()
         for delivery in deliveries:
             if delivery.shard in held_back:
                 found.deferred.append(delivery)
@@ -364,39 +424,34 @@ class Limiter:
             elif waits[delivery].seconds == 0.0:
                 found.may_run.append(delivery)
             else:
-                self._wait(delivery, rows.get(delivery), waits[delivery], ahead, held_back, found)
+                self._wait(delivery, rows.get(delivery), waits[delivery], held_back, found)
 
     def _wait(
         self,
         delivery: D,
         row: JobRow | None,
         wait: Wait,
-        ahead: Counter[str],
         held_back: set[object],
         found: Sorted[D],
     ) -> None:
-        """Defer a delivery that starts soon, or that cannot stand in line; hold any other.
-
-        :param ahead: how many deliveries of the group wait here for each limit.
-        """
-        limit, now = wait.limit, self._runtime.clock.monotonic()
-        if delivery.permitted_at > now:
-            until = max(now, delivery.permitted_at - self._preparation)
-            self._defer(delivery, until, held_back, found)
-            delivery.prepared_from = until
-        elif row is None or delivery.deliveries > 1 or delivery.permit_until:
-            interval = limit.pace.interval if limit.rate is not None else 0.0
-            until = now + wait.seconds + ahead[limit.name] * interval
-            ahead[limit.name] += 1
-            self._defer(delivery, until, held_back, found)
+        """Defer a delivery that starts soon, or that cannot stand in line; hold any other."""
+        now, delivery.is_limited = self._runtime.clock.monotonic(), True
+        place = found.places.get(row.id) if row is not None else None
+        delivery.is_released = place is not None and place.is_released
+        longest = 2 * held.AHEAD if delivery.is_released else LEAD
+        if wait.seconds <= longest or row is None or delivery.deliveries > 1:
+            seconds = wait.seconds - (self._permits.soon(delivery) if delivery.paces else 0.0)
+            self._defer(delivery, now + max(seconds, MOMENT), held_back, found)
+            delivery.asks_again = True
         elif (
             storing.is_transactional(delivery.queue)
             or row.state not in _AWAITING
             # It waits without a place: nobody would release it.
             or (row.available_at == NEVER and row.id not in found.places)
         ):
-            one = Held(row, limit, wait.seconds, delivery.was_permitted)
-            found.held.append((delivery, one))
+            self._permits.give_back([delivery])
+            is_first = delivery.was_permitted or delivery.asks_again
+            found.held.append((delivery, Held(row, wait.limit, is_first)))
         elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
         else:
@@ -411,38 +466,90 @@ class Limiter:
 
     # --- Starting ---------------------------------------------------------------------------------
 
-    def await_permit(self, delivery: Delivery) -> bool:
-        """Wait for the moment at which a delivery that is prepared may start, which is near; return
-        False where it has gone by, or where its slot may be another worker's by now. Then the
-        delivery asks again, at once."""
-        now = self._runtime.clock.monotonic()
-        if 0.0 < delivery.slot_until < now:
-            delivery.held_until, delivery.slot_until = now, 0.0
+    def take_permits(self, deliveries: Sequence[D]) -> list[D]:
+        """Wait for the moments of deliveries whose handlers are about to be called together; return
+        those that may start. Another one comes up again when it may."""
+        permits, clock = self._permits, self._runtime.clock
+        refused = {delivery for delivery in deliveries if self._has_lost_slot(delivery)}
+        paced = [
+            each
+            for each in deliveries
+            if each.paces and each not in refused and not self._starts_again(each)
+        ]
+        for delivery in paced:
+            permits.note_prepared(delivery)
+        for _ in range(TRIES):
+            self._take_anew([each for each in paced if not permits.has_permit(each)])
+            latest = clock.monotonic() + LONGEST_PREPARATION
+            refused |= {
+                each for each in paced if not permits.has_permit(each) or each.permit_from > latest
+            }
+            paced = [each for each in paced if each not in refused]
+            moment = max([each.permit_from for each in paced], default=0.0)
+            if (seconds := moment - clock.monotonic()) > 0:
+                clock.wait(threading.Event(), seconds)
+            if all(map(permits.has_permit, paced)):
+                break
+        refused |= {delivery for delivery in paced if not permits.use(delivery)}
+        for delivery in refused:
+            delivery.asks_again = True
+            delivery.held_until = max(delivery.permit_from, clock.monotonic() + MOMENT)
+        return [delivery for delivery in deliveries if delivery not in refused]
+
+    def _has_lost_slot(self, delivery: Delivery) -> bool:
+        """Return whether the slot of a delivery may be another worker's by now."""
+        if not 0.0 < delivery.slot_until < self._runtime.clock.monotonic():
             return False
-        if not delivery.permit_until:
-            return True
-        took, delivery.prepared_from = now - delivery.prepared_from, 0.0
-        # Quick to believe that it takes long, slower to believe that it does not.
-        weight = 0.7 if took > self._preparation else 0.05
-        expected = self._preparation + weight * (1.5 * took - self._preparation)
-        self._preparation = min(max(expected, 0.005), LONGEST_PREPARATION)
-        if now < delivery.permitted_at:
-            time.sleep(delivery.permitted_at - now)
-            now = self._runtime.clock.monotonic()  # on a busy machine that took longer
-        self._note_lateness(delivery, now)
-        if now > delivery.permit_until:
-            delivery.held_until = now
-            delivery.permitted_at = 0.0
-            return False
+        delivery.slot_until = 0.0
         return True
 
-    def _note_lateness(self, delivery: Delivery, now: float) -> None:
-        """Note once how late a delivery is for the moment that its permit means, if it has one; one
-        that finds its permit lapsed, before it is prepared, is late as well."""
-        if delivery.permit_since:
-            late = min(now - delivery.permit_since, LONGEST_SLACK)
-            self._lateness += 0.5 * (late - self._lateness)
-            delivery.permit_since = 0.0
+    def _starts_again(self, delivery: Delivery) -> bool:
+        """Return whether a delivery has started in this group, which was undone, and starts again
+        without another permit: none can be taken here."""
+        return delivery.has_started and not self._takes_permits_for(delivery)
+
+    def _takes_permits_for(self, delivery: Delivery) -> bool:
+        coordination = self._runtime.coordination
+        return not delivery.is_in_transaction or coordination.permits_in_transactions
+
+    def _take_anew(self, late: Sequence[D]) -> None:
+        """Take permits for deliveries whose own ones have become old, where that can be done here:
+        one without comes up again."""
+        if not late or not self._takes_permits_for(late[0]):
+            return
+        try:
+            self._permits.ask(late)
+        except CoordinationError:
+            for delivery in late:
+                delivery.permit_from = self._runtime.clock.monotonic() + AWAY
+
+    def note_start(self, delivery: Delivery) -> None:
+        """Note that the handler of a delivery is called now."""
+        delivery.has_started = True
+        self._permits.note_start(delivery)
+
+    def give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give back the permits of those of the deliveries that have any: they do not start."""
+        if with_permit := [delivery for delivery in deliveries if delivery.permit is not None]:
+            self._permits.give_back(with_permit)
+
+    def forget(self, deliveries: Sequence[Delivery]) -> None:
+        """Give back the permits of deliveries that are not this worker's any more, and ask for none
+        on their behalf."""
+        if waiting := [delivery for delivery in deliveries if delivery.paces]:
+            self._permits.give_back(waiting)
+
+    def close(self) -> None:
+        """Give back what nobody starts any more; raises nothing."""
+        self._permits.give_back_all()
+        self.report_permits()
+
+    def report_permits(self) -> None:
+        """Tell coordination which permits were used, and which were not; raises nothing."""
+        try:
+            self._permits.report()
+        except CoordinationError as error:
+            logger.warning("Permits that were not used count all the same: %s", error)
 
     # --- The line ---------------------------------------------------------------------------------
 
@@ -456,44 +563,78 @@ class Limiter:
         """Take out of the line what starts now, and release those that come next."""
         runtime = self._runtime
         for delivery in found.may_run:
-            delivery.was_permitted = delivery in found.limits
-        if found.places:
-            ids = {str(id): id for id in found.places}
-            starting = [
-                ids[d.message.job_id]
-                for d in found.may_run
-                if d.message is not None and d.message.job_id in ids
-            ]
-            held.leave(runtime, starting)
-        for limit, (count, wait) in found.releases.items():
-            interval = limit.pace.interval
-            # Behind those that are on their way.
-            wait = max(wait, held.released_count(runtime, limit.name) * interval)
-            held.release(runtime, limit.name, count, wait, interval)
-        first: dict[Limit, float] = {}
+            delivery.was_permitted, delivery.asks_again = delivery in found.limits, False
+        placed = {str(id) for id in found.places}
+        starting = [
+            UUID(d.message.job_id)
+            for d in found.may_run
+            if d.message is not None
+            and d.message.job_id is not None
+            and (d.is_released or d.message.job_id in placed)
+        ]
+        held.leave(runtime, starting)
+        self._to_fill.update((limit.name, limit) for limit in found.advanced)
+        waits = dict.fromkeys(self._overdue(bool(found.may_run)), 0.0)
+        now = runtime.clock.monotonic()
         for delivery, one in found.held:
-            first.setdefault(one.limit, one.wait)
+            # Coordination said when it might start, so none of those behind it starts before.
+            told = max(0.0, delivery.permit_from - now)
+            waits[one.limit] = min(told, waits.get(one.limit, math.inf))
             if (place := found.places.get(one.row.id)) is not None:
                 # In the line that it has left for another one, it was on its way.
-                for limit in found.limits[delivery]:
-                    if limit.name == place.limit:
-                        first.setdefault(limit, 0.0)
-        for limit, wait in first.items():
+                left = [each for each in found.limits[delivery] if each.name == place.limit]
+                waits |= {each: 0.0 for each in left if each != one.limit}
+        for limit, wait in waits.items():
             self._fill(limit, wait)
 
-    def _fill(self, limit: Limit, wait: float) -> None:
+    def _overdue(self, is_starting: bool) -> list[Limit]:
+        """Return the limits whose lines are to advance now.
+
+        :param is_starting: whether handlers are about to be called, which wait for that.
+        """
+        now, part = self._runtime.clock.monotonic(), LATEST_FILL if is_starting else FILLED_FOR
+        return [
+            limit
+            for name, limit in list(self._to_fill.items())
+            if now - self._filled_at.get(name, -math.inf) >= part * held.covered(limit)
+        ]
+
+    def _fill(self, limit: Limit, wait: float = 0.0) -> None:
         """Release so many jobs that wait for a limit as may start soon, less those that are on
-        their way."""
-        count = held.most_released(limit) - held.released_count(self._runtime, limit.name)
-        if limit.rate is None:
+        their way.
+
+        :param wait: seconds until the first of them may start, at least.
+        """
+        while len(self._filled_at) >= MOST_LINES:
+            self._filled_at.pop(next(iter(self._filled_at)), None)
+        self._filled_at[limit.name] = self._runtime.clock.monotonic()
+        self._to_fill.pop(limit.name, None)
+        try:
+            is_filled = self._release_next(limit, wait)
+        except (DatabaseError, InterfaceError):
+            self._to_fill.setdefault(limit.name, limit)
+            self._filled_at.pop(limit.name, None)
+            raise
+        if not is_filled:
+            self._filled_at.pop(limit.name, None)
+
+    def _release_next(self, limit: Limit, wait: float) -> bool:
+        """See ``_fill``; return whether others may be left in line."""
+        most, interval = held.most_released(limit), 0.0
+        if limit.rate is not None:
+            waiting = self._permits.waiting_for(limit.pace)
+            most -= sum(1 for delivery in waiting if not delivery.is_released)
+            wait = max(wait, self._permits.end_of_line(limit.pace))
+            interval = limit.pace.interval
+        else:
             names = [slot_name(limit.name, number) for number in range(1, limit.slots + 1)]
             try:
-                count -= len(self._runtime.coordination.holders(names))
+                most -= len(self._runtime.coordination.holders(names))
             except CoordinationError:
-                return
-        if count > 0:
-            interval = limit.pace.interval if limit.rate is not None else 0.0
-            held.release(self._runtime, limit.name, count, wait, interval)
+                return True
+        if held.released_count(self._runtime, limit.name) >= most:
+            return True
+        return held.fill(self._runtime, limit.name, most, wait, interval)
 
     def keep_places(self, deliveries: Collection[Delivery]) -> None:
         """Keep the places of those of the deliveries that were permitted to start, should they come
@@ -502,8 +643,8 @@ class Limiter:
             Start(UUID(message.job_id), message.generation, message.attempt)
             for delivery in deliveries
             if delivery.was_permitted
-            # Who was late for its permit asks for another one at once.
-            and (delivery.paused_since is not None or not delivery.permit_until)
+            # Whose start was refused asks again soon.
+            and (delivery.paused_since is not None or not delivery.asks_again)
             and (message := delivery.message) is not None
             and message.job_id is not None
             and message.service == self._runtime.service
@@ -523,7 +664,7 @@ class Limiter:
         freed = self._leases.take_freed()
         try:
             for name in held.lines(self._runtime, list(freed), is_released=False):
-                held.release(self._runtime, name, freed[name], 0.0, 0.0)
+                held.release(self._runtime, name, freed[name], 0.0)
         except (DatabaseError, InterfaceError) as error:
             logger.warning("Jobs that wait for a slot are released later: %s", error)
             mend_connection(self._runtime.database)
@@ -557,11 +698,11 @@ class Limiter:
             self._leases.release_abandoned(slots)
         for name, limit in limits.items():
             if limit is None:
-                held.release(runtime, name, held.MOST_RELEASED, 0.0, 0.0)
+                held.release(runtime, name, held.MOST_RELEASED, 0.0)
             else:
-                self._fill(limit, 0.0)
+                self._fill(limit)
         for name in {head.limit for head in heads if head.job_id not in rows}:
-            held.release(runtime, name, 1, 0.0, 0.0)
+            held.release(runtime, name, 1, 0.0)
 
     def _limit_of(self, head: HeldJob, job: Job, handler: Handler) -> Limit | None:
         """Return the limit that a job waits for; None where nothing limits it so any more."""
@@ -569,3 +710,10 @@ class Limiter:
         payload = bytes(job.payload)
         limits = limits_of(self._runtime, handler, queue, payload, job.content_type)
         return next((limit for limit in limits if limit.name == head.limit), None)
+
+
+def _has_key(delivery: Delivery) -> bool:
+    """Return whether other jobs may have the same key. One without has its job's id, or none."""
+    message = delivery.message
+    own = message.job_id.encode() if message is not None and message.job_id is not None else None
+    return delivery.record.key not in {None, own}

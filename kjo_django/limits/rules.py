@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import Pace
+from kjo_django.coordination.starts import Pace
 from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import load_value, storable_text
 from kjo_django.models import LimitControl
@@ -36,7 +36,9 @@ class Limit:
     def pace(self) -> Pace:
         """The rate as coordination is asked for it."""
         assert self.rate is not None
-        return Pace(self.name, self.rate.interval, self.rate.burst)
+        rate = self.rate
+        most = rate.count + rate.burst - 1
+        return Pace(self.name, most, rate.seconds, rate.interval, rate.ahead)
 
 
 def job_limit(handler: str) -> str:

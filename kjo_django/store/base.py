@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import socket
@@ -13,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models import BooleanField, Case, Count, F, Q, Sum, Value, When
+from django.db.models import (
+    BooleanField,
+    Case,
+    Count,
+    DateTimeField,
+    F,
+    Q,
+    Sum,
+    TextField,
+    Value,
+    When,
+)
 from django.db.models.constants import OnConflict
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Coalesce, Greatest, Length
@@ -26,6 +38,7 @@ from kjo_django.models import (
     Job,
     Lease,
     ProcessedEvent,
+    RateWindow,
     Workflow,
     WorkflowCount,
     WorkflowEdge,
@@ -761,6 +774,37 @@ class Store:
         with connections[self.alias].cursor() as cursor:
             cursor.execute(statement, [*names, token])
 
+    def read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
+        """Return what time it is, as ``server_time`` does, and the starts of those of the rates
+        that have any.
+
+        :param names: no more than one statement binds.
+        """
+        rows = RateWindow.objects.using(self.alias).filter(name__in=names)
+        found = dict(rows.values_list("name", "starts"))
+        return self.server_time(), found
+
+    def write_windows(self, changes: Sequence[tuple[str, str, str, datetime | None]]) -> int:
+        """Write the starts of rates that are what they were read as; return of how many.
+
+        :param changes: of each its name, what was read, what is to be written, and until when it is
+            kept; None: as long as before.
+        """
+        written = 0
+        for start in range(0, len(changes), _WINDOWS):
+            some = changes[start : start + _WINDOWS]
+            known = [Q(name=name, starts=before) for name, before, _, _ in some]
+            starts = [When(name=name, then=Value(after)) for name, _, after, _ in some]
+            kept = [When(name=name, then=Value(until)) for name, _, _, until in some if until]
+            rows = RateWindow.objects.using(self.alias).filter(
+                functools.reduce(operator.or_, known)
+            )
+            written += rows.update(
+                starts=Case(*starts, output_field=TextField()),
+                expires_at=Case(*kept, default=F("expires_at"), output_field=DateTimeField()),
+            )
+        return written
+
     def server_time(self) -> datetime:
         """Return what time it is for everybody who uses the database: its own, where it has one."""
         return timezone.now()
@@ -834,6 +878,8 @@ _AWAITING_PUBLISH = RawSQL(  # noqa: S611 - names of states
     BooleanField(),
 )
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
+_WINDOWS = 100
+"""Rates in one statement."""
 _PAYLOAD = DueJob._fields.index("payload")
 _CONTENT = ("id", "generation", "payload")
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}

@@ -580,6 +580,13 @@ class PostgresStore(Store):
 
     # --- Limits -----------------------------------------------------------------------------------
 
+    def read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
+        """Read both in one query, unless no rate has any starts."""
+        rows = self._execute(_READ_WINDOWS, [list(names)])
+        if not rows:
+            return self.server_time(), {}
+        return rows[0][0], {name: starts for _, name, starts in rows}
+
     def server_time(self) -> datetime:
         """Return the server's time: the clocks of several hosts may differ."""
         ((now,),) = self._execute("SELECT clock_timestamp()", ())
@@ -896,6 +903,9 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
 """
 
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
+_READ_WINDOWS = """
+SELECT clock_timestamp(), name, starts FROM kjo_rate_window WHERE name = ANY(%s)
+"""
 _NAME_SESSION = """
 SELECT CASE WHEN is_safe THEN set_config('application_name', left(%s || ' ' || %s, 63), false) END
 FROM (SELECT pg_backend_pid() = %s OR %s <> '' AS is_safe) AS session

@@ -9,26 +9,36 @@ Needs pytest, and no server of its own.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
-from kjo_django.coordination.base import (
-    LONGEST_SLACK,
-    Claim,
-    Coordination,
-    Listener,
-    Pace,
-    slot_name,
-)
+from kjo_django.coordination.base import Claim, Coordination, Listener, slot_name
+from kjo_django.coordination.starts import Ask, Pace, Permit, Used
 
 MINUTE = timedelta(minutes=1)
+
+
+def pace(
+    name: str,
+    interval: float = 1.0,
+    *,
+    most: int = 1000,
+    seconds: float = 3600.0,
+    ahead: float = 0.0,
+) -> Pace:
+    """A rate; by default only its pace matters."""
+    return Pace(name, most, seconds, interval, ahead)
+
+
+def one(name: str, *, lasts: float = 0.0, **rule: Any) -> Ask:
+    """An ask for one start of one rate."""
+    return Ask([pace(name, **rule)], lasts)
 
 
 class CoordinationConformance:
@@ -257,92 +267,131 @@ class CoordinationConformance:
             pytest.skip("It has no limits")
         return coordination
 
-    def test_permits_are_their_interval_apart(self, limiting: Coordination, name: str) -> None:
-        waits = limiting.reserve([[Pace(name, 10.0)]] * 4, within=25.0)
-
-        assert waits == pytest.approx([0, 10, 20, 30], abs=0.5)
-        # The last one was too far away, so nothing is reserved for it.
-        assert limiting.reserve([[Pace(name, 10.0)]], within=60.0) == pytest.approx([30], abs=2)
-
-    def test_a_burst_is_permitted_at_once(self, limiting: Coordination, name: str) -> None:
-        waits = limiting.reserve([[Pace(name, 10.0, burst=3)]] * 5, within=60.0)
-
-        assert waits == pytest.approx([0, 0, 0, 10, 20], abs=0.5)
-
-    def test_an_unused_rate_saves_up_no_more_than_its_burst(
+    def test_permits_of_an_even_pace_are_its_interval_apart(
         self, limiting: Coordination, name: str
     ) -> None:
-        pace = Pace(name, self.short.total_seconds(), burst=2)
-        limiting.reserve([[pace]] * 2, within=60.0)
-        self.outlive(4 * self.short)
+        first, second = limiting.permit([one(name, interval=10.0)] * 2)
 
-        waits = limiting.reserve([[pace]] * 3, within=60.0)
+        assert first.wait == 0
+        assert second.wait == pytest.approx(10, abs=0.5)
+        assert first.stamp
+        assert not second.stamp
 
-        assert waits[:2] == [0, 0]
-        assert waits[2] > 0.5 * pace.interval
+    def test_what_was_late_is_caught_up(self, limiting: Coordination, name: str) -> None:
+        answers = limiting.permit([one(name, interval=10.0, ahead=20.0)] * 5)
+
+        assert [answer.wait for answer in answers[:3]] == [0, 0, 0]
+        assert [answer.wait for answer in answers[3:]] == pytest.approx([10, 20], abs=0.5)
+
+    def test_a_window_has_no_more_permits_than_its_number(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        asks = [one(name, most=4, seconds=30.0, interval=1.0, ahead=60.0)] * 6
+        waits = [answer.wait for answer in limiting.permit(asks)]
+
+        assert waits[:4] == [0, 0, 0, 0]
+        # The first is forgotten a hundredth of the window too late.
+        assert waits[4:] == pytest.approx([30.3, 30.3], abs=0.5)
+
+    def test_a_window_moves_on(self, limiting: Coordination, name: str) -> None:
+        seconds = self.short.total_seconds()
+        ask = one(name, most=2, seconds=seconds, interval=0.001, ahead=1.0)
+        assert [bool(answer.stamp) for answer in limiting.permit([ask] * 3)] == [True, True, False]
+        self.outlive(self.short)
+        assert [bool(answer.stamp) for answer in limiting.permit([ask] * 3)] == [True, True, False]
+
+    def test_a_start_counts_as_late_as_it_may_come(self, limiting: Coordination, name: str) -> None:
+        ask = one(name, most=1, seconds=30.0, interval=0.001, lasts=20.0)
+        first, second = limiting.permit([ask] * 2)
+
+        assert first.stamp
+        assert second.wait == pytest.approx(50.3, abs=0.5)
+
+    def test_a_permit_that_was_not_used_is_replaced_without_a_wait(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        ask = one(name, most=1, seconds=30.0, interval=10.0)
+        (first,) = limiting.permit([ask])
+        (again,) = limiting.permit([ask._replace(replaces=first.stamp, lasts=5.0)])
+
+        assert again.wait == 0
+        # It counts once, from its new moment on.
+        (other,) = limiting.permit([ask._replace(replaces=first.stamp)])
+        assert other.wait == pytest.approx(35.3, abs=0.5)
+
+    def test_a_permit_is_given_for_a_moment_ahead(self, limiting: Coordination, name: str) -> None:
+        """Its start counts from then on, so that whoever prepares it is ready in time."""
+        ask = one(name, interval=10.0)._replace(within=15.0)
+        first, second, third = limiting.permit([ask] * 3)
+
+        assert [first.wait, second.wait, third.wait] == pytest.approx([0, 10, 20], abs=0.5)
+        assert first.stamp < second.stamp
+        assert not third.stamp
+        assert limiting.permit([ask])[0].wait == pytest.approx(20, abs=0.5)
+
+    def test_a_permit_is_given_half_a_window_ahead_at_most(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        """One that is replaced later must not meet others that counted on its end."""
+        ask = one(name, seconds=30.0, interval=16.0)._replace(within=60.0)
+
+        assert not limiting.permit([ask] * 2)[1].stamp
+
+    def test_a_start_counts_when_it_came(self, limiting: Coordination, name: str) -> None:
+        ask = one(name, most=1, seconds=30.0, interval=0.001, lasts=20.0)
+        (given,) = limiting.permit([ask])
+        (other,) = limiting.permit([ask], None, [Used(ask.paces, given.stamp, 5.0)])
+
+        assert other.wait == pytest.approx(25.3, abs=0.8)
+
+    def test_a_start_that_never_came_counts_no_longer(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        ask = one(name, most=1, seconds=30.0, interval=20.0)
+        (given,) = limiting.permit([ask])
+        unused = Used(ask.paces, given.stamp, None)
+
+        assert limiting.permit([ask], None, [unused, unused])[0].stamp
+        assert limiting.permit([ask])[0].wait == pytest.approx(30.3, abs=0.8)
 
     def test_an_ask_of_several_rates_waits_for_the_slowest(
         self, limiting: Coordination, name: str
     ) -> None:
-        fast, slow = Pace(f"{name}:fast", 1.0), Pace(f"{name}:slow", 10.0)
-        limiting.reserve([[slow]], within=0.0)
+        fast, slow = pace(f"{name}:fast", 1.0), pace(f"{name}:slow", 10.0)
+        limiting.permit([Ask([slow], 0.0)])
 
-        assert limiting.reserve([[fast, slow]], within=60.0) == pytest.approx([10], abs=0.5)
-        # What it reserved of the fast one lies where it starts.
-        assert limiting.reserve([[fast]], within=60.0) == pytest.approx([11], abs=1)
+        both, alone = limiting.permit([Ask([fast, slow], 0.0), Ask([fast], 0.0)])
+
+        assert both.wait == pytest.approx(10, abs=0.5)
+        # Nothing was taken of the fast one.
+        assert alone.wait == 0
+        both = limiting.permit([Ask([slow, pace(f"{name}:third", 20.0)], 0.0)])[0]
+        assert both.wait == pytest.approx(10, abs=0.5)
 
     def test_rates_of_different_names_are_independent(
         self, limiting: Coordination, name: str
     ) -> None:
-        asks = [[Pace(f"{name}:{number}", 10.0)] for number in range(300)]
+        asks = [one(f"{name}:{number}", interval=10.0) for number in range(300)]
 
-        assert limiting.reserve(asks, within=60.0) == pytest.approx([0] * 300, abs=0.01)
-        assert min(limiting.reserve(asks, within=0.0)) > 5
-
-    def test_a_permit_lies_no_earlier_than_asked(self, limiting: Coordination, name: str) -> None:
-        pace = Pace(name, 1.0)
-
-        waits = limiting.reserve([[pace], [pace]], within=60.0, after=20.0)
-
-        assert waits == pytest.approx([20, 21], abs=0.01)
+        assert [answer.wait for answer in limiting.permit(asks)] == [0] * 300
+        assert min(answer.wait for answer in limiting.permit(asks)) > 5
 
     def test_a_faster_rate_does_not_wait_for_the_slower_one_before(
         self, limiting: Coordination, name: str
     ) -> None:
-        limiting.reserve([[Pace(name, 3600.0)]], within=1.0)
+        limiting.permit([one(name, most=2, seconds=3600.0, interval=3600.0)])
 
-        assert limiting.reserve([[Pace(name, 0.5)]], within=1.0)[0] <= 1.5 + LONGEST_SLACK
-        waits = [limiting.reserve([[Pace(name, 0.01)]], within=1.0)[0] for _ in range(2)]
-        assert waits[0] <= 1.01 + LONGEST_SLACK
-
-    def test_the_slack_of_a_permit_keeps_the_next_one_away(
-        self, limiting: Coordination, name: str
-    ) -> None:
-        late, usual = Pace(name, 10.0, slack=0.4), Pace(name, 10.0)
-
-        assert limiting.reserve([[late]] * 3, within=60.0) == pytest.approx(
-            [0, 10.4, 20.8], abs=0.1
-        )
-        assert limiting.reserve([[usual]] * 2, within=60.0) == pytest.approx([31.2, 41.2], abs=0.5)
-
-    def test_the_slack_of_a_burst_keeps_those_after_it_away(
-        self, limiting: Coordination, name: str
-    ) -> None:
-        waits = limiting.reserve([[Pace(name, 10.0, burst=3, slack=0.4)]] * 5, within=60.0)
-
-        assert waits == pytest.approx([0, 0, 0.8, 11.2, 21.6], abs=0.1)
+        assert limiting.permit([one(name, most=2, seconds=1.0, interval=0.5)])[0].wait <= 0.5
 
     def test_many_threads_share_a_rate(self, limiting: Coordination, name: str) -> None:
-        began, moments = time.monotonic(), []
+        given: list[Permit] = []
 
         def ask(number: int) -> None:
-            (wait,) = limiting.reserve([[Pace(name, 10.0)]], within=1000.0)
-            moments.append(time.monotonic() - began + wait)
+            ask = one(name, most=3, seconds=60.0, interval=0.001, ahead=1.0)
+            given.extend(answer for answer in limiting.permit([ask]) if answer.stamp)
 
         self.in_threads(ask)
-        moments.sort()
-        gaps = [later - sooner for sooner, later in itertools.pairwise(moments)]
-        assert gaps == pytest.approx([10.0] * (self.threads - 1), abs=3)
+        assert len(given) == 3
 
     def test_slots_are_given_until_there_is_none(self, limiting: Coordination, name: str) -> None:
         slots = limiting.claim_slots([(name, 3)] * 5, "me", MINUTE)
@@ -387,14 +436,14 @@ class CoordinationConformance:
         assert sorted(taken) == [slot_name(name, number) for number in (1, 2, 3)]
 
     def test_nothing_limited_asked_is_nothing_answered(self, limiting: Coordination) -> None:
-        assert limiting.reserve([], within=1.0) == []
+        assert limiting.permit([]) == []
         assert limiting.claim_slots([], "me", MINUTE) == []
 
     def test_a_known_sign_is_no_hindrance(self, limiting: Coordination, name: str) -> None:
         limiting.claim([f"WORKER:{name}"], "me", MINUTE)
         sign = (f"WORKER:{name}", "me")
 
-        assert limiting.reserve([[Pace(name, 1.0)]], within=1.0, sign=sign) == [0]
+        assert limiting.permit([one(name)], sign)[0].wait == 0
         assert limiting.claim_slots([(name, 1)], "me", MINUTE, sign) == [slot_name(name, 1)]
 
     # --- Marks ------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ class LimitDuty(LeasedDuty):
         self._limiter = limiter
 
     def work(self) -> None:
-        """Look, if any job waits."""
+        """Look, if any job waits; and tell of permits that no later call has told of."""
+        self._limiter.report_permits()
         has_waiting = self._limiter.has_waiting()
         self.pause = self.SOON if has_waiting else self.SELDOM
         if has_waiting:

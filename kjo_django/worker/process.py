@@ -205,6 +205,9 @@ class Worker:
             listeners=listeners,
             on_pause=self._pause_partition,
             on_measure=self.scheduler.measure,
+            on_share=self.scheduler.measure_share,
+            on_earlier=self.scheduler.hasten,
+            on_unused_permit=self.statistics.note_unused_permit,
             stopping=self._stopping,
             on_settled=functools.partial(
                 self.scheduler.finish_coroutines, delay=HELD_ELSEWHERE_DELAY
@@ -213,6 +216,7 @@ class Worker:
             on_thread=self._enter_thread,
         )
         self.limiter = self._pipeline.limiter
+        self.scheduler.on_discarded = self.limiter.forget
         self.lanes = Lanes(self.scheduler, self._pipeline, self._watch, self._enter_thread)
         self.pollers = self._make_pollers()
         for poller in self.pollers:
@@ -428,6 +432,7 @@ class Worker:
             thread.stop()
         _join(self._alive_threads, 5.0)
         self._has_ended = True
+        self.limiter.close()
         self._direct_steps.close()
         self._heartbeat.end_worker()
 

@@ -18,7 +18,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import QueueConf
-from kjo_django.engine.attempt import Attempt, Ending
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.failures import error_text
 from kjo_django.logs import get_logger
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
@@ -109,6 +109,13 @@ class Statistics(PeriodicDuty):
         minute = self._clock.now().replace(second=0, microsecond=0)
         with self._lock:
             self._buckets[minute, queue.name, ""].counts[_COUNTERS[Ending.SKIPPED]] += 1
+
+    def note_unused_permit(self, delivery: Delivery) -> None:
+        """Count a permit of a rate with which a delivery did not start in time."""
+        minute = self._clock.now().replace(second=0, microsecond=0)
+        with self._lock:
+            bucket = self._buckets[minute, delivery.queue.name, delivery.kind]
+            bucket.counts["unused_permit_count"] += 1
 
     @property
     def uptime(self) -> float:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kjo_django.coordination.base import Pace, slot_name
+from kjo_django.coordination.base import slot_name
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationForgotError
-from kjo_django.testing.coordination_conformance import CoordinationConformance
+from kjo_django.testing.coordination_conformance import CoordinationConformance, one
 
 
 def cache_at(url: str) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def test_a_server_that_lost_its_data_limits_nothing(redis_server: Any) -> None:
     sign = ("WORKER:lost", "me")
     try:
         with pytest.raises(CoordinationForgotError):
-            coordination.reserve([[Pace("RATE:lost", 1.0)]], within=1.0, sign=sign)
+            coordination.permit([one("RATE:lost")], sign)
         with pytest.raises(CoordinationForgotError):
             coordination.claim_slots([("SLOT:lost", 1)], "me", timedelta(minutes=1), sign)
         assert coordination.holders([slot_name("SLOT:lost", 1)]) == {}
-        assert coordination.reserve([[Pace("RATE:lost", 1.0)]], within=1.0) == [0]
+        assert coordination.permit([one("RATE:lost")])[0].wait == 0
     finally:
         coordination.close()

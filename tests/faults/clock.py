@@ -62,6 +62,7 @@ class Clock:
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
         monkeypatch.setattr(Store, "server_time", lambda store: shifted_now())
         monkeypatch.setattr(PostgresStore, "server_time", lambda store: shifted_now())
+        monkeypatch.setattr(PostgresStore, "read_windows", Store.read_windows)
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)
         monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,9 +24,10 @@ from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.limits import held
 from kjo_django.limits.control import clear_limit, set_limit
 from kjo_django.limits.limiter import Limiter
-from kjo_django.models import HeldJob, Job, TransportMessage
+from kjo_django.models import HeldJob, Job, MetricBucket, TransportMessage
 from kjo_django.operations import jobs as operations
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
+from kjo_django.values import rate as read_rate
 from kjo_django.worker.duties import LimitDuty
 from tests.faults.conftest import ENGINES
 from tests.faults.process import Process
@@ -114,107 +115,185 @@ def test_a_rate_holds_over_four_workers_for_a_minute(world: World) -> None:
     assert HeldJob.objects.filter(is_released=False).exists()
 
 
+SLOW = [
+    ("permits", 0.1, 0.8),
+    ("permits", 0.3, 0.4),
+    ("permits", 1.0, 0.1),
+    ("starts", 0.1, 0.9),
+    ("settling", 0.1, 0.9),
+    ("sleeps", 0.1, 0.9),
+]
+"""What takes how many seconds longer, and the part of a rate that starts all the same: one thread
+does everything here, so nobody starts anything meanwhile."""
+
+
+def slow_down(world: World, monkeypatch: pytest.MonkeyPatch, what: str, seconds: float) -> None:
+    """Let something take longer, each time."""
+    if what == "sleeps":
+        sleep = time.sleep
+        monkeypatch.setattr(time, "sleep", lambda asked: sleep(asked + seconds))
+        return
+    owner, name = {
+        "permits": (LeaseBook, "permit"),
+        "starts": (Limiter, "start"),
+        "settling": (EndedQueue, "before_handler"),
+    }[what]
+    original = getattr(owner, name)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        world.clock.advance(seconds / 2)
+        try:
+            return original(*arguments, **options)
+        finally:
+            world.clock.advance(seconds / 2)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
 @every_engine
 @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
-def test_no_job_starts_later_than_its_permit_where_waiting_for_it_takes_longer_than_asked(
-    world: World, monkeypatch: pytest.MonkeyPatch, atomic: bool
+@pytest.mark.parametrize(("what", "seconds", "part"), SLOW)
+def test_a_rate_is_used_and_kept_on_a_machine_where_something_takes_long(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    seconds: float,
+    part: float,
+    atomic: bool,
 ) -> None:
-    # Given a machine so busy that every fifth sleep before a start is far too long
-    late: list[float] = []
-    sleep, slept, await_permit = time.sleep, itertools.count(1), Limiter.await_permit
+    starts: list[float] = []
 
     @job(name="limits.rated", queue=QUEUE, rate="5/s", atomic=atomic)
     def call() -> None:
-        """Do nothing."""
+        starts.append(time.time())
 
-    def oversleep(seconds: float) -> None:
-        sleep(seconds + (0.15 if next(slept) % 5 == 0 else 0.0))
-
-    def await_late(limiter: Limiter, delivery: Any) -> bool:
-        with monkeypatch.context() as patched:
-            patched.setattr(time, "sleep", oversleep)
-            may_start = await_permit(limiter, delivery)
-        if may_start:
-            late.append(time.monotonic() - delivery.permit_until)
-        return may_start
-
-    monkeypatch.setattr(Limiter, "await_permit", await_late)
-    workers = Workers(world, 1)
-    call.enqueue_many([{}] * 20)
+    slow_down(world, monkeypatch, what, seconds)
+    workers = Workers(world, 2)
+    call.enqueue_many([{}] * 130)
     # When
-    workers.run_for(20)
+    workers.run_for(25)
     # Then
-    assert next(slept) > 5
-    assert len(late) == 20
-    assert max(late) <= 0.0
+    assert most_within(starts, 1.0) <= 5
+    assert len(starts) >= part * 25 * 5
 
 
-@every_engine
-def test_no_job_starts_later_than_its_permit_where_those_before_it_are_settled_slowly(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@in_memory
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
+def test_jobs_that_are_cancelled_when_they_may_start_leave_the_rate_to_others(
+    world: World, atomic: bool
 ) -> None:
-    # Given a database that is slow to take what has ended in a group
-    late: list[float] = []
-    asked: list[Any] = []
-    await_permit, before_handler = Limiter.await_permit, EndedQueue.before_handler
+    started: list[float] = []
 
-    @job(name="limits.rated", queue=QUEUE, rate="5/s", atomic=False)
+    @job(name="limits.rated", queue=QUEUE, rate="30/s", atomic=atomic)
     def call() -> None:
-        late.append(time.monotonic() - asked[-1].permit_until)
+        started.append(time.time())
 
-    def note_permit(limiter: Limiter, delivery: Any) -> bool:
-        asked.append(delivery)
-        return await_permit(limiter, delivery)
-
-    def settle_slowly(ended: EndedQueue) -> None:
-        before_handler(ended)
-        time.sleep(0.15)  # sleep: in virtual time
-
-    monkeypatch.setattr(Limiter, "await_permit", note_permit)
-    monkeypatch.setattr(EndedQueue, "before_handler", settle_slowly)
     workers = Workers(world, 1)
-    call.enqueue_many([{}] * 20)
-    # When
-    workers.run_for(20)
-    # Then
-    assert len(late) == 20
-    assert max(late) <= 0.0
+    call.enqueue_many([{}] * 800)
+    worker = workers.alive[0].worker
+    cancelled = 0
+    for _ in range(100):
+        workers.run_for(0.04)
+        line = worker.limiter._permits._line.values()
+        ready = [each for each in line if each.permit is not None]
+        for delivery in ready[: min(1, 8 - cancelled)]:
+            operations.cancel(Job.objects.filter(pk=delivery.message.job_id))
+            cancelled += 1
+    assert cancelled == Job.objects.filter(state="cancelled").count() == 8
+    worker.statistics.flush()
+    assert sum(MetricBucket.objects.values_list("unused_permit_count", flat=True)) == 8
+    before = len(started)
+    workers.run_for(10)
+    assert len(started) - before >= 0.9 * 10 * 30
 
 
-@every_engine
-@pytest.mark.parametrize("what", ["sleep", "call"])
-def test_a_rate_is_used_and_kept_on_a_machine_where_everything_takes_long(
-    world: World, monkeypatch: pytest.MonkeyPatch, what: str
+@in_memory
+@pytest.mark.parametrize(
+    ("rate", "burst", "count", "seconds", "starts", "most_releases"),
+    [
+        ("1/h", 1, 20, 20, 1, 2),
+        ("10/m", 10, 100, 90, 10 + 14, 20),
+        ("200/m", 400, 1500, 20, 400 + 60, 20),
+        ("200/m", 1000, 1500, 20, 1000 + 60, 20),
+        ("400/s", 1, 2400, 5, 0.95 * 2000, 20),
+    ],
+    ids=lambda value: str(value).replace("/", "-"),
+)
+def test_a_line_advances_as_its_rate_does_and_no_job_is_released_in_vain(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: str,
+    burst: int,
+    count: int,
+    seconds: float,
+    starts: float,
+    most_releases: int,
 ) -> None:
-    # Given a machine on which every wait, or every call of coordination, takes too long for a start
-    # that would have to come within a twentieth of a second
-    starts: list[float] = []
+    """Default tier: of each kind of rate, slow, quick or with a burst, one has stood still, or has
+    released the same jobs many times a second."""
+    started: list[float] = []
+    releases: list[int] = []
+    release = held.release
+
+    @job(name="limits.rated", queue=QUEUE, rate=rate, burst=burst)
+    def call() -> None:
+        started.append(time.time())
+
+    def count_release(*args: Any) -> int:
+        releases.append(release(*args))
+        return releases[-1]
+
+    monkeypatch.setattr(held, "release", count_release)
+    workers = Workers(world, 1)
+    call.enqueue_many([{}] * count)
+    workers.run_for(seconds)
+    assert len(started) >= starts
+    assert len(releases) <= most_releases
+    # What half a second has room for may start at once, and nothing then for as long.
+    gaps = [later - earlier for earlier, later in pairwise(started)]
+    assert max(gaps, default=0.0) <= 1.5 * read_rate(rate).interval + 0.55
+
+
+@in_memory
+def test_what_goes_to_another_consumer_leaves_the_rate_to_others(world: World) -> None:
+    started: list[float] = []
 
     @job(name="limits.rated", queue=QUEUE, rate="5/s")
     def call() -> None:
-        starts.append(time.time())
+        started.append(time.time())
 
-    if what == "sleep":
-        sleep = time.sleep
-        monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.12))
-    else:
-        reserve = LeaseBook.reserve
+    workers = Workers(world, 1)
+    call.enqueue_many([{}] * 300)
+    workers.run_for(1)  # those that were released are on their way
+    scheduler = workers.alive[0].worker.scheduler
+    waiting = [delivery for key in scheduler._keys.values() for delivery in key.waiting]
+    assert waiting
+    scheduler.discard({delivery.place for delivery in waiting}, waiting[0].subscription)
+    before = len(started)
+    workers.run_for(20)
+    assert len(started) - before >= 0.9 * 20 * 5
 
-        def reserve_slowly(leases: LeaseBook, *asks: Any) -> list[float]:
-            world.clock.advance(0.05)
-            try:
-                return reserve(leases, *asks)
-            finally:
-                world.clock.advance(0.05)
 
-        monkeypatch.setattr(LeaseBook, "reserve", reserve_slowly)
-    workers = Workers(world, 2)
-    call.enqueue_many([{}] * 60)
-    # When
-    workers.run_for(25)
-    # Then the jobs start more slowly, and never too many of them
-    assert len(starts) >= 40
-    assert most_within(starts, 1.0) <= 5
+@every_engine
+@pytest.mark.parametrize("options", [{}, {"database_only": True}], ids=str)
+def test_a_job_that_fails_in_a_group_of_a_rate_fails_alone_and_its_attempts_count(
+    world: World, options: dict[str, Any]
+) -> None:
+    """The group is undone and starts again: where permits cannot be taken in a transaction, too."""
+    called: list[int] = []
+
+    @job(name="limits.rated", queue=QUEUE, rate="100/s", burst=50, max_attempts=2, **options)
+    def call(number: int) -> None:
+        called.append(number)
+        if number == 3:
+            raise RuntimeError("bad")
+
+    workers = Workers(world, 1)
+    call.enqueue_many([{"number": number} for number in range(6)])
+    workers.run_until_done(60)
+    assert Job.objects.filter(state="completed").count() == 5
+    assert Job.objects.get(payload=b'{"number":3}').state == "failed"
+    assert len(called) < 20
 
 
 @every_engine
@@ -517,10 +596,10 @@ def test_a_job_that_is_put_off_on_its_way_keeps_nobody_waiting(
     def call(name: str) -> None:
         ran.append(name)
 
-    # Given two jobs in line, of which the first has been released
+    # Given two jobs in line, behind those that wait in the worker, of which the first was released
     workers = Workers(world, 1)
     give_back = take_slot("job:limits.put_off")
-    call.enqueue_many([{"name": name} for name in ("before", "before")])
+    call.enqueue_many([{"name": "before"}] * 6)
     put_off = call.using(id="a", on_conflict="replace")
     put_off.enqueue(name="a")
     call.enqueue(name="b")
@@ -532,7 +611,7 @@ def test_a_job_that_is_put_off_on_its_way_keeps_nobody_waiting(
     give_back()
     # Then it keeps nobody waiting
     workers.run_for(20, 0.25)
-    assert Counter(ran) == {"before": 2, "b": 1}
+    assert Counter(ran) == {"before": 6, "b": 1}
 
 
 def check_what_waiting_costs(world: World, many: int) -> None:

@@ -28,6 +28,12 @@ def start_rated_in_transaction(path: str) -> None:
     _note_moment(path, "start")
 
 
+@job(queue="ledger", rate="30/s")
+def start_often(path: str) -> None:
+    """Note when it starts."""
+    _note_moment(path, "start")
+
+
 @job(queue="ledger", rate="1/h", atomic=False)
 def start_rarely(path: str) -> None:
     """Note when it starts."""

@@ -136,7 +136,7 @@ def test_it_is_not_run_past_its_limit() -> None:
 def test_it_is_cancelled_and_released_no_more() -> None:
     row = waiting("RATE:job:tests.limited")
     assert cancel([row]).changed_count == 1
-    assert held.release(current_runtime(), "RATE:job:tests.limited", 1, 0.0, 0.2) == 0
+    assert held.release(current_runtime(), "RATE:job:tests.limited", 1, 0.0) == 0
     assert not HeldJob.objects.exists()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kjo_django.coordination.starts import Permit
 from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.limits.limiter import Limiter
@@ -295,7 +296,8 @@ def test_a_limit_that_is_not_obeyed_is_found(
     assert problems_of(simulation, steps) == []
     # When the limiter does not heed what it is answered
     if limit == "rate":
-        monkeypatch.setattr(LeaseBook, "reserve", lambda self, asks, *times: [0.0] * len(asks))
+        given = Permit(0.0, 1)
+        monkeypatch.setattr(LeaseBook, "permit", lambda self, asks, used: [given] * len(asks))
     else:
         monkeypatch.setattr(Limiter, "_ask_slots", lambda self, *asked: None)
     # Then

@@ -133,6 +133,12 @@ def test_what_workers_did_is_added_up_over_workers_and_minutes():
         assert families[f"kjo_jobs_{name}"].type == "counter"
 
 
+def test_permits_that_were_not_used_are_counted() -> None:
+    kind = {"queue": "emails", "handler": "shop.send"}
+    MetricBucketFactory(**kind, minute=exposition.timezone.now(), unused_permit_count=5)
+    assert value(scrape(), "kjo_permits_unused_total", **kind) == 5
+
+
 def test_a_new_hour_begins_with_nothing():
     """What is read is bounded, and pruning never takes anything from a counter."""
     MetricBucketFactory(

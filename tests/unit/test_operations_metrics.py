@@ -111,7 +111,7 @@ def test_the_lag_is_the_sum_of_what_each_worker_saw_last():
 def test_totals_count_the_time_and_the_present_rate(django_assert_max_num_queries):
     bucket(0, completed_count=1000)
     bucket(1, completed_count=60, failed_count=2, duplicate_count=3, skipped_count=4)
-    bucket(2, completed_count=20)
+    bucket(2, completed_count=20, unused_permit_count=5)
     bucket(61, completed_count=7)
 
     with django_assert_max_num_queries(2):
@@ -119,6 +119,7 @@ def test_totals_count_the_time_and_the_present_rate(django_assert_max_num_querie
 
     assert (found.completed, found.failed, found.duplicate, found.skipped) == (1080, 2, 3, 4)
     assert found.per_minute == 40
+    assert found.unused_permit == 5
 
 
 @pytest.mark.django_db

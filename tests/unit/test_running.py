@@ -30,8 +30,8 @@ def jobs(monkeypatch):
     ]
     get_coordination().claim([context.lease for context in contexts], "me", ABORT_TTL)
     for context in contexts:
-        context.delivery = Silent()  # type: ignore[assignment]
         RunningCall(found, context, None).__enter__()
+        context.delivery = Silent()  # type: ignore[assignment]
     return found, *contexts
 
 

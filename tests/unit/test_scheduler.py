@@ -21,6 +21,7 @@ from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler,
 from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
+from tests.clocks import SetClock
 from tests.unit.deliveries import Silent
 from tests.waiting import PATIENCE, wait_until
 
@@ -702,3 +703,57 @@ def test_equal_queues_take_turns_as_without_weights():
     for queue in ("a", "b", "c"):
         backlog(lanes, queue=queue)
     assert [one.queue.name for one in run_all(lanes, 6)] == ["a", "b", "c", "a", "b", "c"]
+
+
+# --- Limits ---------------------------------------------------------------------------------------
+
+
+def later(lanes: GroupScheduler, clock: SetClock, moments: Iterable[float]) -> list[Delivery]:
+    """Deliveries that are deferred until moments of their own, for their limits."""
+    deliveries = [delivery() for _ in moments]
+    lanes.put(deliveries)
+    group = take(lanes)
+    for each, moment in zip(group.deliveries, moments, strict=True):
+        each.held_until, each.asks_again = clock.monotonic() + moment, True
+    lanes.finish(group, group.deliveries, 1.0)
+    return group.deliveries
+
+
+def test_what_its_limits_let_start_comes_before_what_is_only_met_and_the_first_of_it_first():
+    clock = SetClock()
+    lanes = lanes_of(clock=clock)
+    first, second = later(lanes, clock, [1.0, 2.0])
+    lanes.put([delivery()])
+    clock.advance(3.0)
+    assert take(lanes).deliveries == [first, second]
+
+
+def test_what_may_start_earlier_comes_up_earlier_and_once():
+    clock = SetClock()
+    lanes = lanes_of(clock=clock)
+    (waiting,) = later(lanes, clock, [10.0])
+    lanes.hasten({waiting: clock.monotonic() + 2.0})
+    # Never later
+    lanes.hasten({waiting: clock.monotonic() + 20.0})
+    assert lanes.take(timeout=0) is None
+    clock.advance(2.0)
+    group = take(lanes)
+    assert group.deliveries == [waiting]
+    # What runs is not hastened.
+    lanes.hasten({waiting: clock.monotonic()})
+    lanes.finish(group)
+    clock.advance(20.0)
+    assert lanes.take(timeout=0) is None
+    assert lanes.outstanding == 0
+
+
+def test_a_lane_that_waits_for_the_first_moment_notices_an_earlier_one():
+    lanes = lanes_of()
+    (waiting,) = later(lanes, Clock(), [3600.0])
+    taken: list[Group | None] = []
+    thread = threading.Thread(target=lambda: taken.append(lanes.take(PATIENCE)))
+    thread.start()
+    wait_until(lambda: lanes._watched_until < float("inf"))
+    lanes.hasten({waiting: time.monotonic()})
+    thread.join(PATIENCE)
+    assert [group.deliveries for group in taken if group] == [[waiting]]

@@ -53,6 +53,7 @@ _COUNTERS = {
     "failed": ("kjo_jobs_failed_total", "Jobs that failed for good"),
     "duplicate": ("kjo_jobs_duplicate_total", "Deliveries without effect: done before"),
     "skipped": ("kjo_jobs_skipped_total", "Records meant for others, or not to be run"),
+    "unused_permit": ("kjo_permits_unused_total", "Permits of a rate not used in time"),
 }
 _SINCE = "this hour (UTC), all workers together"
 

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime, timedelta
 from functools import partial
@@ -38,15 +39,14 @@ from django.db.models import F, QuerySet
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import (
-    LONGEST_SLACK,
     Claim,
     Coordination,
     Listener,
-    Pace,
     slot_name,
 )
+from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
 from kjo_django.exceptions import CoordinationError
-from kjo_django.models import Lease, Mark
+from kjo_django.models import Lease, Mark, RateWindow
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
 from kjo_django.store.servers import mend_connection
@@ -60,11 +60,19 @@ _LONGEST_NAME = 255
 _BATCH = 900
 """Names in one statement, within what SQLite binds."""
 _ASKS = 200
-"""Asks for permits or slots in one transaction."""
+"""Asks for slots in one transaction."""
 _DELIVERIES_KEPT = timedelta(days=1)
+_UNUSED = timedelta(minutes=10)
+"""How long the row of a rate is kept that does not need it any more."""
 _PRUNE_EVERY = 600.0
+_WRITES = 30
+"""How often one call writes the starts of rates that somebody else has written meanwhile."""
 _TRIES = 10
 """How often one call runs a statement that the database breaks off because of a deadlock."""
+
+
+class _ChangedError(Exception):
+    """Somebody else has written the starts of a rate since they were read."""
 
 
 class DatabaseCoordination(Coordination):
@@ -81,6 +89,8 @@ class DatabaseCoordination(Coordination):
         self._store = store_for(self.database)
         self.supports_wake_ups = self._store.has_notify
         self.writes_concurrently = not self._store.has_one_writer
+        self.permits_in_transactions = self.writes_concurrently
+        self._thread: ThreadPoolExecutor | None = None
         # Where there is more than one writer the rows would stay locked until the commit, in an
         # order that claims do not keep.
         self.releases_within = self.database if self._store.has_one_writer else None
@@ -166,49 +176,106 @@ class DatabaseCoordination(Coordination):
 
     supports_limits = True
 
-    def reserve(
+    def permit(
         self,
-        asks: Sequence[Sequence[Pace]],
-        within: float,
-        after: float = 0.0,
+        asks: Sequence[Ask],
         sign: tuple[str, str] | None = None,
-    ) -> list[float]:
-        """Reserve for all in one short transaction of its own, by the database's clock.
+        used: Sequence[Used] = (),
+    ) -> list[Permit]:
+        """Read what has started and write what starts, by the database's clock, in no transaction:
+        each write names what was read, and both are done again where another one was first. A
+        write waits for the disk: a permit that is forgotten would be given twice.
 
-        A rate is a lease of nobody that expires when its next permit is free. Its commit waits for
-        the disk: a permit that is forgotten would be given twice.
+        Inside the caller's transaction another thread does so, with a connection of its own; not
+        where the database has one writer, which is the caller.
         """
+        action = partial(self._settled, partial(self._permit, asks, used))
+        if self.permits_in_transactions and connections[self.database].in_atomic_block:
+            return self._in_own_thread(action)
+        return action()
 
-        def reserve_of(batch: Sequence[Sequence[Pace]]) -> list[float]:
-            answers: list[float] = []
-            names = sorted({_stored(pace.name) for ask in batch for pace in ask})
-            with self._store.transaction(durable=True):
-                free = self._lock(names)
-                now = self._store.server_time()
-                changed: dict[str, datetime] = {}
-                for pace in {pace for ask in batch for pace in ask}:
-                    name = _stored(pace.name)
-                    most = within + pace.interval * pace.burst + LONGEST_SLACK
-                    last = now + timedelta(seconds=most)
-                    if free[name] > last:
-                        free[name] = changed[name] = last
-                for ask in batch:
-                    moment = now + timedelta(seconds=after)
-                    for pace in ask:
-                        tolerance = timedelta(seconds=pace.interval * (pace.burst - 1))
-                        moment = max(moment, free[_stored(pace.name)] - tolerance)
-                    wait = (moment - now).total_seconds()
-                    answers.append(wait)
-                    if wait > within:
-                        continue
-                    for pace in ask:
-                        name = _stored(pace.name)
-                        interval = timedelta(seconds=pace.interval + pace.slack)
-                        free[name] = changed[name] = max(free[name], moment) + interval
-                self._set(changed, "")
-            return answers
+    def _in_own_thread(self, action: Callable[[], U]) -> U:
+        with _registry_lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "kjo-permits")
+        return self._thread.submit(action).result()
 
-        return self._each(asks, reserve_of)
+    def close(self) -> None:
+        """End the thread that takes permits beside transactions, and its connection."""
+        with _registry_lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.submit(connections[self.database].close)
+            thread.shutdown(wait=False)
+
+    def _permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
+        paces = {_stored(name): pace for name, pace in paces_of(asks, used).items()}
+        if not paces:
+            return []
+        asked = {_stored(name): pace for name, pace in paces_of(asks, ()).items()}
+        for number in range(_WRITES):
+            if number:
+                time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
+            time_of_day, texts = self._read_windows(sorted(paces))
+            read_at = time.monotonic()
+            now = round(time_of_day.timestamp() * 1e6)
+            known = {pace.name: Starts(texts[name]) for name, pace in paces.items()}
+            answers = permit(asks, known, now, used)
+            changed = {
+                name: (before, after)
+                for name, before in texts.items()
+                if (after := known[paces[name].name].text) != before
+            }
+            # What is only forgotten is forgotten with the next one that counts.
+            is_changed = used or any(answer.stamp for answer in answers)
+            is_changed = is_changed or any(ask.replaces for ask in asks)
+            if not is_changed or self._write_windows(changed, time_of_day, asked):
+                elapsed = time.monotonic() - read_at
+                return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
+        unchanged = CoordinationError("Others have changed these rates each time, too")
+        unchanged.may_have_effect = False
+        raise unchanged
+
+    def _read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
+        """Return the time and the starts of each rate; a name that has no row gets one."""
+        found: dict[str, str] = {}
+        for start in range(0, len(names), _BATCH):
+            some = names[start : start + _BATCH]
+            now, known = self._store.read_windows(some)
+            while missing := [name for name in some if name not in known]:
+                # Not yet expired: whoever prunes at this moment leaves it.
+                rows = [RateWindow(name=name, expires_at=now + _UNUSED) for name in missing]
+                self._store.insert_missing(rows)
+                now, known = self._store.read_windows(some)
+            found |= known
+        return now, found
+
+    def _write_windows(
+        self,
+        changed: Mapping[str, tuple[str, str]],
+        now: datetime,
+        asked: Mapping[str, Pace],
+    ) -> bool:
+        """Write the starts of rates; return False, and write nothing, where those of one are others
+        by now.
+
+        :param changed: what was read and what is to be written, by name.
+        :param asked: the rates that are asked for, and not only told of, by name.
+        """
+        changes: list[tuple[str, str, str, datetime | None]] = []
+        for name, (before, after) in sorted(changed.items()):
+            until = None
+            if (pace := asked.get(name)) is not None:
+                kept = timedelta(seconds=2 * (pace.seconds + pace.interval + pace.ahead))
+                until = now + kept + _UNUSED
+            changes.append((name, before, after, until))
+        try:
+            with nullcontext() if len(changes) <= 1 else self._store.transaction(durable=True):
+                if self._store.write_windows(changes) < len(changes):
+                    raise _ChangedError
+        except _ChangedError:
+            return False
+        return True
 
     def claim_slots(
         self,
@@ -247,16 +314,22 @@ class DatabaseCoordination(Coordination):
         """Call ``change`` with as many asks at a time as its statements can name; return all its
         answers."""
         answers: list[U] = []
+        for start in range(0, len(asks), _ASKS):
+            answers += self._settled(partial(change, asks[start : start + _ASKS]))
+        return answers
+
+    def _settled(self, action: Callable[[], U]) -> U:
+        """Return what ``action`` returns.
+
+        :raises CoordinationError: the database cannot be reached.
+        """
         try:
-            for start in range(0, len(asks), _ASKS):
-                action = partial(change, asks[start : start + _ASKS])
-                try:
-                    answers += action()
-                except OperationalError as error:
-                    answers += self._again(action, error)
+            try:
+                return action()
+            except OperationalError as error:
+                return self._again(action, error)
         except OUTAGES as error:
             raise self._lost(error) from error
-        return answers
 
     def _again(self, action: Callable[[], U], error: OperationalError) -> U:
         """Return what ``action`` returns, which is called again where ``error`` is a deadlock that
@@ -413,8 +486,9 @@ class DatabaseCoordination(Coordination):
         now = self.clock.now()
         marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
         leases = self._leases.filter(expires_at__lte=now - _DELIVERIES_KEPT)
+        windows = RateWindow.objects.using(self.database).filter(expires_at__lte=now)
         try:
-            return marks._raw_delete(self.database) + leases._raw_delete(self.database)
+            return sum(each._raw_delete(self.database) for each in (marks, leases, windows))
         except OUTAGES as error:
             raise self._lost(error) from error
 

@@ -99,14 +99,19 @@ class RunningCall:
         self.began_at = watch.clock.monotonic()
         if limit is None:
             watch.calls.add(self)
-            return
-        self.due_at = self.began_at + limit
-        # The lock itself, not the condition: raised within the condition's own Python code, the
-        # timeout would leave it locked for ever, and every lane waiting for it.
-        with watch.lock:
-            watch.calls.add(self)
-            if limit < LOOK or watch.thread is None:
-                watch.wake()
+        else:
+            self.due_at = self.began_at + limit
+            # The lock itself, not the condition: raised within the condition's own Python code, the
+            # timeout would leave it locked for ever, and every lane waiting for it.
+            with watch.lock:
+                watch.calls.add(self)
+                if limit < LOOK or watch.thread is None:
+                    watch.wake()
+        # Last: what is done before is no part of the start.
+        context = self.context
+        for run in context.items if isinstance(context, BatchContext) else (context,):
+            if run.delivery is not None and run.delivery.permit is not None:
+                watch.on_start(run.delivery)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         watch, limit = self.watch, self.limit
@@ -151,6 +156,8 @@ class TimeoutWatch:
         has_lost_slot: Callable[[str], bool] = lambda lease: False,
     ) -> None:
         self.clock = clock
+        self.on_start: Callable[[Delivery], None] = lambda delivery: None
+        """Is called with each delivery that has a permit of a rate, when its handler is called."""
         self._on_hung = on_hung
         self._frozen_after = frozen_after
         self._has_slot = has_slot

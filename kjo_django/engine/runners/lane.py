@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from django.db import connections
@@ -60,7 +60,7 @@ class LaneRunner:
     :param on_measure: is called with a handler's name and the seconds that its call took.
     :param stopping: set when the worker stops.
     :param is_own: whether the threads that call handlers are a worker's own.
-    :param await_permit: waits until a delivery with a permit may start; False: it is too late.
+    :param take_permits: takes what deliveries with a limit need to start; returns those that may.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class LaneRunner:
         stopping: threading.Event,
         *,
         is_own: bool,
-        await_permit: Callable[[Delivery], bool],
+        take_permits: Callable[[Sequence[Delivery]], Sequence[Delivery]],
     ) -> None:
-        self._await_permit = await_permit
+        self._take_permits = take_permits
         self._runtime = runtime
         self._watch = watch
         self._on_measure = on_measure
@@ -104,29 +104,19 @@ class LaneRunner:
         steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
         for number, step in enumerate(steps):
             is_late = number > 0 and time.monotonic() >= until
-            calls = []
             for attempt in step:
                 if attempt.key in ended:
-                    # Two records of one message in a group, as a crashed relay leaves them. The row
-                    # says nothing of what the first has just ended with.
-                    has_completed = ended[attempt.key].ending is Ending.COMPLETED
-                    attempt.ending = Ending.DUPLICATE if has_completed else Ending.SKIPPED
-                    attempt.reason = "" if has_completed else Reason.ATTEMPT
-                    attempt.error = None
+                    _end_copy(attempt, ended[attempt.key])
                 elif attempt.ending is not None:
                     continue
-                elif (
-                    is_late
-                    or (held_back and held_back.covers(attempt.delivery))
-                    or (attempt.delivery.is_limited and not self._await_permit(attempt.delivery))
-                ):
+                elif is_late or (held_back and held_back.covers(attempt.delivery)):
                     attempt.ending = Ending.DEFERRED
                     attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
-                else:
-                    if number > 0:
-                        admission.end_expired(attempt)
-                    if attempt.ending is None:
-                        calls.append(attempt)
+                elif number > 0:
+                    admission.end_expired(attempt)
+            calls = [attempt for attempt in step if attempt.ending is None]
+            if any(attempt.delivery.is_limited for attempt in calls):
+                self._defer_what_may_not_start(calls)
             parts = [calls] if calls else []
             for part in parts:
                 guard.calls = part
@@ -141,8 +131,8 @@ class LaneRunner:
             if len(steps) > 1:
                 held_back.after(step)
                 ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
-        if outer is not None and (left := freshen_connections(outer=outer, but=using)):
-            raise left
+        if outer is not None:
+            _freshen_others(outer, using)
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
@@ -166,20 +156,12 @@ class LaneRunner:
             ]
             if not calls:
                 continue
-            # Before the permit is looked at: what is written here may take longer than a start may
-            # be late.
+            # Before permits are taken: what is written here may take longer than a start may be
+            # late.
             ended.before_handler()
-            late = [
-                attempt
-                for attempt in calls
-                if attempt.delivery.is_limited and not self._await_permit(attempt.delivery)
-            ]
-            for attempt in late:
-                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
-                calls.remove(attempt)
-            if late:
-                ended.put_not_run(late)
-                ended.held_back.after(late)
+            if refused := self._defer_what_may_not_start(calls):
+                ended.put_not_run(refused)
+                ended.held_back.after(refused)
             if calls:
                 has_begun = True
                 began = time.monotonic()
@@ -189,6 +171,19 @@ class LaneRunner:
                         self._call([attempt], self._fresh_connections())
                 ended.held_back.after(calls)
                 ended.put(began, calls)
+
+    def _defer_what_may_not_start(self, calls: list[Attempt]) -> list[Attempt]:
+        """Take the permits of calls that are about to be made, and take those out of the list that
+        may not start; return these."""
+        limited = [attempt for attempt in calls if attempt.delivery.is_limited]
+        if not limited:
+            return []
+        starting = {*self._take_permits([attempt.delivery for attempt in limited])}
+        refused = [attempt for attempt in limited if attempt.delivery not in starting]
+        for attempt in refused:
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
+            calls.remove(attempt)
+        return refused
 
     @contextmanager
     def _fresh_connections(self) -> Iterator[None]:
@@ -222,6 +217,24 @@ class LaneRunner:
             else:
                 failures.judge(self._runtime, attempt)
         return raised
+
+
+def _freshen_others(outer: Mapping[str, int], using: str) -> None:
+    """Leave connections to other databases than this one like new.
+
+    :raises TransactionManagementError: a transaction was left open, and so was undone.
+    """
+    if left := freshen_connections(outer=outer, but=using):
+        raise left
+
+
+def _end_copy(attempt: Attempt, first: Attempt) -> None:
+    """End the second of two records of one message in a group, as a crashed relay leaves them. The
+    row says nothing of what the first has just ended with."""
+    has_completed = first.ending is Ending.COMPLETED
+    attempt.ending = Ending.DUPLICATE if has_completed else Ending.SKIPPED
+    attempt.reason = "" if has_completed else Reason.ATTEMPT
+    attempt.error = None
 
 
 def _goes_on(guard: TransactionGuard, savepoint: LazySavepoint | None) -> bool:

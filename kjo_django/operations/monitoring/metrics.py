@@ -28,8 +28,9 @@ STEADY = 1.0
 """Records a minute. A lag that changes by less is steady."""
 MOST = 10_000
 _MINUTE = timedelta(minutes=1)
-COUNTERS = ("completed", "retried", "failed", "duplicate", "skipped")
-_SETTLED = functools.reduce(operator.add, (F(f"{name}_count") for name in COUNTERS))
+SETTLED = ("completed", "retried", "failed", "duplicate", "skipped")
+COUNTERS = (*SETTLED, "unused_permit")
+_SETTLED = functools.reduce(operator.add, (F(f"{name}_count") for name in SETTLED))
 
 
 class Trend(enum.StrEnum):
@@ -100,6 +101,8 @@ class Figures:
     """Records dropped because they had taken effect before."""
     skipped: int = 0
     """Records for other services, and records that are not to run any more."""
+    unused_permit: int = 0
+    """Permits of a rate whose job did not start in time."""
     runs: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
     waits: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
     run_seconds: float = 0.0

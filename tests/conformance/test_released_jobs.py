@@ -1,0 +1,75 @@
+"""How many of the jobs that wait for a limit are released, on each database.
+
+Tier: medium, each real engine once: what is promised depends on how its locks behave.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.utils import timezone
+
+from kjo_django.limits import held
+from kjo_django.models import NEVER, HeldJob, Job
+from kjo_django.runtime import use_database
+from tests.factories import JobFactory
+from tests.waiting import PATIENCE
+
+LIMIT, MOST, WORKERS = "RATE:job:tests.released", 10, 4
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ],
+)
+def alias(request: pytest.FixtureRequest, settings: Any) -> str:
+    found: str = request.getfixturevalue(f"{request.param}_alias")
+    settings.KJO = settings.KJO | {"DATABASE": found}
+    Job.objects.using(found).all().delete()
+    HeldJob.objects.using(found).all().delete()
+    return found
+
+
+def test_no_more_are_on_their_way_than_may_be_however_many_workers_release_them(
+    alias: str,
+) -> None:
+    """Each of them has read that none is, before the first one has released any."""
+    jobs = [
+        JobFactory.build(
+            id=uuid.uuid4(), handler="tests.released", queue="emails", available_at=NEVER
+        )
+        for _ in range(100)
+    ]
+    Job.objects.using(alias).bulk_create(jobs)
+    HeldJob.objects.using(alias).bulk_create(
+        HeldJob(job_id=job.pk, limit=LIMIT, queue="emails", waiting_since=timezone.now())
+        for job in jobs
+    )
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(WORKERS, timeout=PATIENCE)
+
+    def fill() -> None:
+        try:
+            with use_database(alias) as runtime:
+                barrier.wait()
+                for _ in range(5):
+                    held.fill(runtime, LIMIT, MOST, 0.0, 0.1)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=fill) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert errors == []
+    assert HeldJob.objects.using(alias).filter(is_released=True).count() == MOST

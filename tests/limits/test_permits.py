@@ -1,0 +1,385 @@
+"""The permits of one worker: whom it asks for, when, and what becomes of what it got.
+
+Tier: the quick one. Coordination is the rules themselves, and the clock is set.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
+from kjo_django.exceptions import CoordinationError
+from kjo_django.limits.permits import FORGOTTEN_AFTER, MOST_ASKED, Permits, Taken
+from kjo_django.limits.rules import Limit
+from kjo_django.values import Rate, rate
+from tests.clocks import BEGINS_AT, SetClock
+from tests.waiting import PATIENCE, wait_until
+
+
+def pace_of(text: str, name: str = "rate") -> Pace:
+    each = rate(text)
+    return Pace(name, each.count, each.seconds, each.interval, each.ahead)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A delivery that wants to start."""
+
+    paces: Sequence[Pace]
+    is_in_transaction: bool = False
+    is_released: bool = False
+    asked_at: float = 0.0
+    permit: Taken | None = None
+    permit_from: float = 0.0
+    comes_by: float = 0.0
+    prepared_from: float = 0.0
+
+
+@dataclass
+class Coordination:
+    """Keeps the rules of rates, by a clock that is set."""
+
+    clock: SetClock = field(default_factory=SetClock)
+    calls: list[tuple[Sequence[Ask], Sequence[Used]]] = field(default_factory=list)
+    known: dict[str, Starts] = field(default_factory=dict)
+    is_away: bool = False
+    has_effect: bool = False
+
+    def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
+        if self.is_away:
+            error = CoordinationError("away")
+            error.may_have_effect = self.has_effect
+            raise error
+        self.calls.append((asks, used))
+        known = {name: self.known.setdefault(name, Starts()) for name in paces_of(asks, used)}
+        return permit(asks, known, round(self.clock.monotonic() * 1e6), used)
+
+    def permits(self, **options: Any) -> Permits:
+        return Permits(self.permit, self.clock, **options)
+
+
+@pytest.fixture
+def coordination() -> Coordination:
+    return Coordination()
+
+
+def several(count: int, text: str = "1/s") -> list[Waiting]:
+    return [Waiting([pace_of(text)]) for _ in range(count)]
+
+
+def test_all_that_wait_are_asked_for_together_and_in_order(coordination: Coordination) -> None:
+    permits, (first, second, third) = coordination.permits(), several(3)
+    permits.ask([first])
+    permits.ask([second])
+    permits.ask([third])
+    # Of three only those without a permit are asked for, each time.
+    assert [len(asks) for asks, _ in coordination.calls] == [1, 1, 2]
+    assert first.permit_from <= second.permit_from < third.permit_from
+
+
+def test_whoever_waits_for_an_answer_asks_nothing_if_another_call_gets_it(
+    coordination: Coordination,
+) -> None:
+    # Given a call that goes on
+    permits, (first, second, third) = coordination.permits(), several(3, "5/s")
+    asks, goes_on, ends = coordination.permit, threading.Event(), threading.Event()
+
+    def slow(*asked: Any) -> list[Permit]:
+        goes_on.set()
+        assert ends.wait(PATIENCE)
+        return asks(*asked)
+
+    permits._permit = slow
+    threads = [threading.Thread(target=permits.ask, args=([each],)) for each in (first, second)]
+    threads[0].start()
+    assert goes_on.wait(PATIENCE)
+    # When two others ask meanwhile
+    threads.append(threading.Thread(target=permits.ask, args=([third],)))
+    for thread in threads[1:]:
+        thread.start()
+    wait_until(lambda: len(permits._line) == 3)
+    coordination.clock.advance(0.001)
+    ends.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    # Then one call answers both
+    assert [len(asks) for asks, _ in coordination.calls] == [1, 2]
+    assert all(permits.has_permit(each) for each in (first, second, third))
+
+
+def test_a_start_is_told_with_the_next_call(coordination: Coordination) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    coordination.clock.advance(0.2)
+    assert permits.use(first)
+    permits.note_start(first)
+    coordination.clock.advance(0.1)
+    permits.ask([second])
+    ((used,),) = [used for _, used in coordination.calls[1:]]
+    assert used.ago == pytest.approx(0.1)
+
+
+def test_a_permit_that_became_old_is_replaced_without_a_wait(coordination: Coordination) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    coordination.clock.advance(0.8)
+    assert not permits.use(first)
+    permits.ask([second])
+    permits.ask([first])
+    assert permits.use(first)
+    assert sum(coordination.known["rate"]._counts.values()) == 1
+
+
+@pytest.mark.parametrize("fate", ["used", "became old", "was given back", "nobody came for it"])
+def test_permits_that_are_not_used_are_counted(coordination: Coordination, fate: str) -> None:
+    unused: list[Any] = []
+    permits, (delivery,) = coordination.permits(on_unused=unused.append), several(1, "1/m")
+    permits.ask([delivery])
+    if fate == "used":
+        assert permits.use(delivery)
+        permits.note_start(delivery)
+    elif fate == "became old":
+        coordination.clock.advance(0.8)
+        permits.ask([delivery])
+    elif fate == "was given back":
+        permits.give_back([delivery])
+    else:
+        coordination.clock.advance(20)
+    permits.report()
+    assert unused == ([] if fate == "used" else [delivery])
+
+
+def test_no_start_comes_before_the_moment_of_its_permit(coordination: Coordination) -> None:
+    permits, deliveries = coordination.permits(), several(20, "30/s")
+    permits.ask(deliveries)
+    now = coordination.clock.monotonic()
+    late = next(each for each in deliveries if each.permit_from > now)
+    assert late.permit is not None
+    assert not permits.use(late)
+    coordination.clock.advance(late.permit_from - now)
+    assert permits.use(late)
+
+
+def test_one_that_may_start_earlier_than_it_was_told_comes_up_earlier(
+    coordination: Coordination,
+) -> None:
+    earlier: dict[Any, float] = {}
+    permits = coordination.permits(on_earlier=earlier.update)
+    first, second, third, fourth = several(4)
+    permits.ask([first, second, third, fourth])
+    told = fourth.permit_from
+    # When one before it does not start
+    permits.give_back([third])
+    permits.ask([fourth])
+    assert fourth.permit_from < told - 0.5
+    assert earlier[fourth] <= fourth.permit_from
+
+
+def test_the_permit_of_one_that_does_not_start_is_given_back(coordination: Coordination) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    permits.give_back([first])
+    permits.ask([second])
+    assert permits.has_permit(second)
+
+
+def test_the_permit_of_one_that_nobody_comes_for_is_given_back(coordination: Coordination) -> None:
+    """Its job was cancelled, or its partition is another worker's by now."""
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    coordination.clock.advance(FORGOTTEN_AFTER + 1)
+    permits.ask([second])
+    assert permits.has_permit(second)
+    assert permits.waiting_for(second.paces[0]) == [second]
+
+
+def test_deliveries_that_nobody_comes_for_do_not_keep_others_from_starting(
+    coordination: Coordination,
+) -> None:
+    """However often the worker asks for others meanwhile."""
+    permits, lost = coordination.permits(), several(5, "5/s")
+    permits.ask(lost)
+    coordination.clock.advance(0.01)
+    permits.ask(lost)
+    started = 0
+    for delivery in several(600, "5/s"):
+        while not permits.has_permit(delivery):
+            permits.ask([delivery])
+            if not permits.has_permit(delivery):
+                coordination.clock.advance(0.05)
+        coordination.clock.advance(max(0.0, delivery.permit_from - coordination.clock.seconds))
+        started += permits.use(delivery)
+        permits.note_start(delivery)
+        if coordination.clock.seconds >= BEGINS_AT + 60:
+            break
+    assert started >= 0.9 * 5 * 60
+    assert len(permits._line) <= 1
+
+
+@pytest.mark.parametrize("seconds", [0.11, 0.3, 1.0, 3.0])
+def test_where_a_call_takes_long_a_permit_is_good_for_longer(
+    coordination: Coordination, seconds: float
+) -> None:
+    """Else it would be old before anybody knows that it was given, each time."""
+    asks = coordination.permit
+
+    def slow(*asked: Any) -> list[Permit]:
+        answers = asks(*asked)
+        coordination.clock.advance(seconds)
+        return answers
+
+    permits = Permits(slow, coordination.clock)
+    started = 0
+    for delivery in several(20, "5/s"):
+        for _ in range(20):
+            if not permits.has_permit(delivery):
+                permits.ask([delivery])
+        coordination.clock.advance(max(0.0, delivery.permit_from - coordination.clock.seconds))
+        started += permits.use(delivery)
+        permits.note_start(delivery)
+    assert started >= 18
+
+
+def test_a_permit_of_another_rate_is_given_back(coordination: Coordination) -> None:
+    """An operator has changed it meanwhile."""
+    permits, (delivery,) = coordination.permits(), several(1, "5/s")
+    permits.ask([delivery])
+    delivery.paces = [pace_of("1/m")]
+    assert not permits.has_permit(delivery)
+    permits.ask([delivery])
+    assert permits.has_permit(delivery)
+    assert [used.ago for used in coordination.calls[-1][1]] == [None]
+    assert sum(coordination.known["rate"]._counts.values()) == 1
+
+
+def test_what_was_not_told_is_told_later(coordination: Coordination) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/d")
+    permits.ask([first])
+    permits.give_back([first])
+    # Given a call that did nothing
+    coordination.is_away = True
+    with pytest.raises(CoordinationError):
+        permits.report()
+    coordination.is_away = False
+    permits.report()
+    permits.ask([second])
+    assert permits.has_permit(second)
+
+
+def test_what_may_have_been_told_is_not_told_twice(coordination: Coordination) -> None:
+    """What another has counted since would count no longer."""
+    permits, (first,) = coordination.permits(), several(1, "1/d")
+    permits.ask([first])
+    permits.give_back([first])
+    coordination.is_away = coordination.has_effect = True
+    with pytest.raises(CoordinationError):
+        permits.report()
+    coordination.is_away = False
+    permits.report()
+    assert len(coordination.calls) == 1
+
+
+def test_a_worker_that_ends_gives_back_all(coordination: Coordination) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    permits.give_back_all()
+    permits.report()
+    other = coordination.permits()
+    other.ask([second])
+    assert other.has_permit(second)
+
+
+def test_what_is_given_to_one_that_was_held_meanwhile_is_given_back(
+    coordination: Coordination,
+) -> None:
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    asks = coordination.permit
+
+    def hold_first(*asked: Any) -> list[Permit]:
+        permits.give_back([first])
+        return asks(*asked)
+
+    permits._permit = hold_first
+    permits.ask([first])
+    permits._permit = asks
+    assert not permits.has_permit(first)
+    permits.ask([second])
+    assert permits.has_permit(second)
+
+
+def test_of_very_many_the_first_are_asked_for_and_the_others_wait_for_these(
+    coordination: Coordination,
+) -> None:
+    permits, deliveries = coordination.permits(), several(MOST_ASKED + 10)
+    permits.ask(deliveries)
+    assert [len(asks) for asks, _ in coordination.calls] == [MOST_ASKED]
+    interval, now = deliveries[0].paces[0].interval, coordination.clock.monotonic()
+    assert [each.permit_from for each in deliveries[MOST_ASKED:]] == pytest.approx(
+        [now + (MOST_ASKED + number) * interval for number in range(10)]
+    )
+
+
+def test_of_a_large_burst_all_that_may_start_get_a_permit(coordination: Coordination) -> None:
+    pace = Limit("rate", Rate(100, 60.0, burst=2 * MOST_ASKED)).pace
+    deliveries = [Waiting([pace]) for _ in range(3 * MOST_ASKED)]
+    coordination.permits().ask(deliveries)
+    assert sum(each.permit is not None for each in deliveries) == 2 * MOST_ASKED
+
+
+def test_rates_that_nobody_asks_about_are_not_asked_for(coordination: Coordination) -> None:
+    permits, other = coordination.permits(), Waiting([pace_of("1/s", "other")])
+    permits.ask([other])
+    permits.use(other)
+    permits.note_start(other)
+    permits.ask([Waiting([pace_of("1/s", "other")]) for _ in range(3)])
+    permits.ask(several(1))
+    assert [ask.paces[0].name for ask in coordination.calls[-1][0]] == ["rate"]
+
+
+def test_while_coordination_is_away_nothing_has_a_permit(coordination: Coordination) -> None:
+    permits, (delivery,) = coordination.permits(), several(1)
+    coordination.is_away = True
+    with pytest.raises(CoordinationError):
+        permits.ask([delivery])
+    assert not permits.use(delivery)
+    coordination.is_away = False
+    permits.ask([delivery])
+    assert permits.use(delivery)
+
+
+def test_no_lane_waits_in_a_transaction_that_keeps_others_from_writing(
+    coordination: Coordination,
+) -> None:
+    permits, (delivery,) = coordination.permits(waits_in_transactions=False), several(1)
+    assert permits.soon(delivery) > 0
+    delivery.is_in_transaction = True
+    assert permits.soon(delivery) == 0
+
+
+def test_where_lanes_must_not_wait_they_begin_as_late_as_the_preparation_takes_at_least(
+    coordination: Coordination,
+) -> None:
+    permits, deliveries = coordination.permits(waits_in_transactions=False), several(40)
+    for delivery in deliveries:
+        delivery.is_in_transaction = True
+        delivery.prepared_from = coordination.clock.monotonic()
+        coordination.clock.advance(0.1)
+        permits.note_prepared(delivery)
+    assert permits.soon(deliveries[0]) == pytest.approx(0.1, abs=0.01)
+
+
+def test_what_takes_long_to_prepare_is_asked_for_longer_ahead(coordination: Coordination) -> None:
+    permits, deliveries = coordination.permits(), several(20, "1/m")
+    least = permits.soon(deliveries[0])
+    for delivery in deliveries:
+        delivery.prepared_from = coordination.clock.monotonic()
+        coordination.clock.advance(0.2)
+        permits.note_prepared(delivery)
+    assert permits.soon(deliveries[0]) > max(0.19, least)
+    permits.ask(several(1, "1/m"))
+    assert coordination.calls[-1][0][0].within > 0.3
