@@ -109,8 +109,7 @@ def main(arguments: list[str]) -> int:
 def run(chosen: argparse.Namespace, others: list[str], directory: Path) -> int:
     """Run pytest and repeat what failed; return the exit code of the whole."""
     began = time.monotonic()
-    # A cache of its own: a pytest beside this run would write its own last failures there.
-    options = [f"--tier={chosen.tier}", "-o", f"cache_dir={directory / 'cache'}", *others]
+    options = [f"--tier={chosen.tier}", *others]
     first = Outcomes()
     parallel = [f"--numprocesses={WORKERS}", f"--maxschedchunk={CHUNK}"]
     code = int(pytest.main([*parallel, *options], plugins=[first]))

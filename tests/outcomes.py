@@ -1,13 +1,15 @@
 """What became of each test of a run of pytest, for whoever started it.
 
-Run as a program (`python -m tests.outcomes FILE [PYTEST ARGUMENTS]`), it writes them to a file, so
-that one process can learn of the run of another one.
+Run as a program (`python -m tests.outcomes FILE IDS [PYTEST ARGUMENTS]`), it runs the tests whose
+ids are in the file IDS, a list in JSON, and writes to FILE what became of them, so that one process
+can learn of the run of another one.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,9 +77,29 @@ class Outcomes:
             terminalreporter.write_line(f"ended after {ran} of {self.collected} tests")
 
 
-def main(file: str, *arguments: str) -> int:
+@dataclass(eq=False)
+class Selection:
+    """A plugin that runs only the tests with these ids: all of them, where some share one.
+
+    pytest's own `--last-failed` forgets a failure when another test of the same id passes, as
+    those of Schemathesis do.
+    """
+
+    ids: frozenset[str]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None, None, None]:
+        yield  # the other plugins want to see every test
+        config.hook.pytest_deselected(items=[each for each in items if each.nodeid not in self.ids])
+        items[:] = [each for each in items if each.nodeid in self.ids]
+
+
+def main(file: str, ids: str, *arguments: str) -> int:
     outcomes = Outcomes()
-    code = int(pytest.main([*arguments], plugins=[outcomes]))
+    selection = Selection(frozenset(json.loads(Path(ids).read_text())))
+    code = int(pytest.main([*arguments], plugins=[outcomes, selection]))
     outcomes.write(Path(file))
     return code
 

@@ -103,7 +103,7 @@ def repeat(verdict: Verdict, options: list[str], directory: Path) -> None:
 
     Args:
         verdict: learns of what passed.
-        options: pytest's of the first round. Its cache directory knows what failed.
+        options: pytest's of the first round.
         directory: for files of the rounds.
     """
     if len(verdict.failed) > MOST_REPEATED:
@@ -114,11 +114,11 @@ def repeat(verdict: Verdict, options: list[str], directory: Path) -> None:
             return
         told = f"repeat {number} of {len(verdict.failed)} that failed, alone"
         print(f"\n{_ruled(told)}", flush=True)
-        file = directory / f"round-{number}.json"
+        file, ids = directory / f"round-{number}.json", directory / "ids.json"
+        ids.write_text(json.dumps(verdict.failed))
         # A file of results that was asked for is the first round's.
-        arguments = [*options, "-n0", "--last-failed", "--last-failed-no-failures=none"]
-        arguments += ["--junit-xml="]
-        code = run([sys.executable, "-m", "tests.outcomes", str(file), *arguments])
+        arguments = [str(file), str(ids), *options, "-n0", "--junit-xml="]
+        code = run([sys.executable, "-m", "tests.outcomes", *arguments])
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             print(f"repeat {number} broke off, with exit code {code}")
         if file.exists():

@@ -186,6 +186,32 @@ def test_that_is_skipped_alone():
     assert failed == {"test_wrong", "test_that_is_skipped_alone"}
 
 
+def test_tests_that_share_an_id_are_repeated_all_of_them(suite: Suite, tmp_path: Path) -> None:
+    # Given two tests of one id, of which the first fails beside others
+    suite.write(
+        BESIDE_OTHERS
+        + "def test_shared(): pass\n"
+        + "def disturbed(): assert not beside_others, 'disturbed by a neighbour'\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        dedent(
+            """
+            import pytest
+
+            def pytest_pycollect_makeitem(collector, name, obj):
+                if name == "test_shared":
+                    make = pytest.Function.from_parent
+                    tests = (collector.obj.disturbed, obj)
+                    return [make(collector, name=name, callobj=each) for each in tests]
+            """
+        )
+    )
+    code, output = suite.run("--randomly-dont-reorganize")
+    assert code == 0, output
+    assert "disturbed by a neighbour" in output
+    assert "1 unsteady" in last_line(output)
+
+
 def test_one_that_kills_its_process_fails_the_run(suite: Suite) -> None:
     suite.write("import os\ndef test_deadly(): os._exit(3)\ndef test_steady(): pass")
     code, output = suite.run("--randomly-dont-reorganize")

@@ -20,7 +20,7 @@ from drf_spectacular.extensions import OpenApiSerializerExtension
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework import serializers
-from rest_framework.exceptions import PermissionDenied, ValidationError
+from rest_framework.exceptions import NotAcceptable, PermissionDenied, ValidationError
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -145,6 +145,16 @@ class KjoView(APIView):  # type: ignore[misc]
     def get_exception_handler(self) -> Callable[..., Response | None]:
         """Answer errors as problem details, whatever the project's other views do."""
         return problems.handle
+
+    def perform_content_negotiation(self, request: Request, force: bool = False) -> Any:
+        """Answer 406 where ``?format=`` names a format that there is not, as for ``Accept``.
+
+        REST framework answers 404: that there is no such job or queue.
+        """
+        try:
+            return super().perform_content_negotiation(request, force)
+        except Http404:
+            raise NotAcceptable from None
 
     def finalize_response(
         self, request: Request, response: Response, *args: Any, **kwargs: Any

@@ -74,7 +74,7 @@ def test_pages_for_people_are_there_if_the_project_has_them(
     for accept in ("application/json", "*/*"):
         assert client.get("/kjo/jobs/", HTTP_ACCEPT=accept)["Content-Type"] == "application/json"
     problem_of(client.get("/kjo/jobs/", HTTP_ACCEPT="image/png"), 406)
-    problem_of(client.get("/kjo/jobs/?format=xml"), 404)
+    problem_of(client.get("/kjo/jobs/?format=xml"), 406)
     assert client.get("/kjo/jobs/?format=json").status_code == 200
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from django.urls import resolve
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.validation import validate_schema
+from rest_framework.test import APIClient
 
 from kjo_django.api.urls import urlpatterns
+from tests.api.conftest import problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("get", "post", "put", "patch", "delete")
@@ -139,6 +142,14 @@ def test_every_operation_tells_what_it_is_and_every_problem_it_may_end_with(
             is_problem = int(status) >= 400 and (path, status) != ("/kjo/health/", "503")
             wanted = "application/problem+json" if is_problem else "application/json"
             assert list(answer["content"]) == [wanted], (path, status)
+
+
+def test_a_format_that_there_is_not_is_406_at_every_address(
+    operations: Any, superuser: APIClient
+) -> None:
+    for method, path, _ in operations:
+        row = re.sub("{.+?}", str(uuid.uuid4()), path)
+        problem_of(superuser.generic(method, f"{row}?format=698337"), 406)
 
 
 def test_bodies_say_that_they_take_nothing_else(schema: dict[str, Any], operations: Any) -> None:

@@ -39,7 +39,7 @@ every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 in_memory = pytest.mark.parametrize("world", ["sqlite-memory"], indirect=True)
 pytestmark = [pytest.mark.timeout(600), pytest.mark.medium("sqlite-memory")]
 TICK = 0.04
-"""Seconds; a start that is late by more than 0.05 s loses a permit of these rates."""
+"""Seconds between two looks of each worker: as late as a start may be that nothing delays."""
 BEAT = LimitDuty.SOON
 """Seconds between the signs of life; each worker then also looks after the jobs that wait."""
 
