@@ -315,7 +315,8 @@ class Settings:
         whole(1),
         5000,
         "Records a worker holds at most, waiting and running. A queue holds no more than it leaves "
-        "free for the others.",
+        "free for the others; of transports that can give records back no more wait than could "
+        "start soon.",
     )
     max_outstanding_bytes: int = option(
         whole(1),

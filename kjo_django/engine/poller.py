@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, level_of
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.failures import error_text
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import MessageError
 from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
@@ -43,9 +45,24 @@ never gives up. Connections to brokers are librdkafka's, by its ``reconnect.back
 URGENT_RECORDS = 8
 """Most records fetched at once beyond the room of a worker, because they are more urgent than what
 fills it."""
+GIVE_BACK_INTERVAL = 0.25
+"""Seconds between looks for what cannot start here soon."""
 CHUNKS = 8
 """Polls that fill the room of a worker at least. A key holds no more than one of them brings, when
 that can be helped."""
+
+
+class FetchPlan(NamedTuple):
+    """What a poll may fetch."""
+
+    records: int
+    """How many records, 0 where no partition has room."""
+    weight: float
+    """As how many records they may count, where values are large."""
+    full: frozenset[TopicPartition]
+    """The partitions that have no room."""
+    may_be_urgent: bool
+    """Whether a few may be fetched of these that are more urgent than what fills them."""
 
 
 class Poller:
@@ -76,7 +93,7 @@ class Poller:
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
-        self._clock = runtime.clock
+        self._runtime, self._clock = runtime, runtime.clock
         self._settings, self._service = runtime.settings, runtime.service
         self._transport = transport
         self.group = group
@@ -92,6 +109,10 @@ class Poller:
         """The queues whose topics it reads, by name."""
         self.topics = list(self._queue_of)
         """The topics it reads."""
+        of_topic = Counter(queue.levels[level] for queue in queues)
+        self._bounded = [each.name for each in queues if of_topic[each.levels[level]] == 1]
+        """The queues of which it fetches only what could start soon, where others can have the
+        rest. Of a topic of several queues nobody knows beforehand whose the next records are."""
         self._subscription: Subscription | None = None
         self._is_draining = False
         self._is_closed = False
@@ -100,6 +121,7 @@ class Poller:
         self._paused: set[TopicPartition] = set()
         self._skipped_keys: set[TopicKey] = set()
         self._subscribed_at = 0.0
+        self._give_back_at = 0.0
         self._retry_at = 0.0
         self._retry_delay = FIRST_RESTART
         self._has_error = False
@@ -150,16 +172,16 @@ class Poller:
             return pause
         try:
             subscription = self._subscription or self._subscribe()
-            max_records, full, may_be_urgent = self._pause_and_plan(subscription)
-            if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
-                waiting = self._scheduler.discard(subscription.assignment(), subscription)
-                subscription.release([delivery.record for delivery in waiting])
+            if subscription.supports_release and self._scheduler.waiting:
+                self._give_back(subscription)
+            plan = self._pause_and_plan(subscription)
+            max_records, full = plan.records, plan.full
             if self._is_draining or self.is_quiet:
                 subscription.poll(0, 0.0)
                 return FULL_WAIT
             # One that is full may have room again before another one brings anything.
             timeout = FULL_POLL_TIMEOUT if full else POLL_TIMEOUT
-            max_bytes = int(min(ANY_SIZE, max_records * self._scheduler.record_bytes))
+            max_bytes = int(min(ANY_SIZE, plan.weight * self._scheduler.record_bytes))
             if max_records <= 0:
                 records = subscription.poll(0, 0.0)
             else:
@@ -168,7 +190,7 @@ class Poller:
                 if outage is not None or self._has_error:
                     self._has_error = outage is not None
                     self._on_error(outage)
-            if full and may_be_urgent:
+            if plan.may_be_urgent:
                 topics = {partition.topic for partition in full}
                 most_bytes = int(min(ANY_SIZE, URGENT_RECORDS * self._scheduler.record_bytes))
                 records += subscription.poll_urgent(topics, URGENT_RECORDS, max(1, most_bytes))
@@ -179,6 +201,23 @@ class Poller:
         except Exception as error:
             return self._start_over(error)
         return 0.0 if max_records > 0 else FULL_WAIT
+
+    def _give_back(self, subscription: Subscription) -> None:
+        """Release what others may start sooner: all that waits if this worker is quiet, else what
+        no lane can start soon."""
+        now = self._clock.monotonic()
+        if self.is_quiet:
+            given = self._scheduler.discard(subscription.assignment(), subscription)
+        elif now >= self._give_back_at:
+            self._give_back_at = now + GIVE_BACK_INTERVAL
+            given = self._scheduler.take_stuck(subscription, self._bounded)
+        else:
+            return
+        if given:
+            subscription.release([delivery.record for delivery in given])
+            if self.needs_wakeup:
+                topics = {delivery.record.topic for delivery in given}
+                wake(self._runtime, *map(topic_channel, sorted(topics)))
 
     def _start_over(self, error: Exception) -> float:
         """Unsubscribe, so that a later step begins a new subscription: a poller that ended would
@@ -279,30 +318,40 @@ class Poller:
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _pause_and_plan(
-        self, subscription: Subscription
-    ) -> tuple[int, frozenset[TopicPartition], bool]:
+    def _pause_and_plan(self, subscription: Subscription) -> FetchPlan:
         """Pause what is not to be read now, and resume the rest; return what the next poll may
-        fetch, as ``plan_fetch`` does, and whether there is room for what is more urgent than what
-        fills the rest."""
+        fetch."""
         assigned = subscription.assignment()
         level, paused_queues = self.level, self._paused_queues
         topics = {q.levels[level] for q in self.queues.values() if q.name in paused_queues}
         held, occupied, paused = self._scheduler.load_of(subscription)
         unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
+        room: Mapping[str, int] = {}
+        if is_shared := subscription.supports_release:
+            room = self._room_of_topics(subscription)
+            subscription.limit(room)
+        free = self._max_outstanding - occupied
         max_records, full = plan_fetch(
             self._max_outstanding,
             [each for each in assigned if each not in unwanted],
             held,
-            self._max_outstanding - occupied,
+            free,
+            room=room,
             uncommitted=subscription.uncommitted(),
             paused=self._paused,
             is_alone=self._is_alone,
         )
-        may_be_urgent = occupied < self._max_outstanding + max(1, self._max_outstanding // CHUNKS)
+        much = max(1, self._max_outstanding // CHUNKS)
+        plan = FetchPlan(
+            max_records,
+            max(max_records, min(free, much)),
+            full,
+            # What is less urgent would start before it. Else the next claim begins with it anyway.
+            bool(full) and free + much > 0 and self._scheduler.has_startable,
+        )
         if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
-            return max_records, full, may_be_urgent
+            return plan
         wanted = unwanted | full
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
@@ -312,13 +361,22 @@ class Poller:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
         # Read past keys of which much waits here already, where the transport can.
-        much, keys = max(1, self._max_outstanding // CHUNKS), set[TopicKey]()
+        keys = set[TopicKey]()
         if sum(held.values()) >= much:
             keys = self._scheduler.keys_waiting(subscription, much)
+        if is_shared:
+            known = self._skipped_keys
+            keys |= self._scheduler.keys_with_enough(subscription, self._bounded, known)
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
-        return max_records, full, may_be_urgent
+        return plan
+
+    def _room_of_topics(self, subscription: Subscription) -> dict[str, int]:
+        """Return how many records of each topic this worker could start soon, beside those it
+        has."""
+        room = self._scheduler.room_of(subscription, self._bounded)
+        return {self.queues[name].levels[self.level]: count for name, count in room.items()}
 
 
 def plan_fetch(
@@ -327,6 +385,7 @@ def plan_fetch(
     held: Mapping[TopicPartition, int],
     free: int,
     *,
+    room: Mapping[str, int],
     uncommitted: Mapping[TopicPartition, int],
     paused: Collection[TopicPartition],
     is_alone: bool,
@@ -343,6 +402,7 @@ def plan_fetch(
       two get a third each, and there is always room for one that was idle so far.
     - A partition holds at most half of what its topic may hold alone: a hot key fills its own
       partition's share, and the keys of other partitions go on.
+    - Of a topic whose records others can have, no more are fetched than could start here soon.
     - A partition of a log is read no further than ``MAX_OUTSTANDING`` records past its oldest
       unsettled one: so many are delivered again after a crash.
     - One poll fetches at most an eighth of the room, so that these limits are looked at in time.
@@ -351,6 +411,7 @@ def plan_fetch(
     :param assigned: the partitions to choose from.
     :param held: records of each partition that wait or run in this worker.
     :param free: records the worker has room for, whatever their topic.
+    :param room: how many records of a topic could start soon, where others can have them.
     :param uncommitted: records of each partition that a crash would deliver again.
     :param paused: partitions that were full: they have room again when they hold much less, not
         with every record that ends.
@@ -365,9 +426,11 @@ def plan_fetch(
         in_topic[partition.topic] += count
     partitions = Counter(each.topic for each in assigned)
     full: set[TopicPartition] = set()
-    room = 0
+    fetched = 0
     for each in assigned:
-        was_full, topic_held = each in paused, in_topic[each.topic]
+        # What has no room to start is paused, too, whatever it holds.
+        was_full = each in paused and each.topic not in room
+        topic_held = in_topic[each.topic]
         if is_alone:
             is_full = free <= 0
         else:
@@ -377,10 +440,11 @@ def plan_fetch(
             is_full |= held.get(each, 0) >= (limit // 2 if was_full else limit)
         unsettled = uncommitted.get(each, 0)
         is_full |= unsettled > (most // 2 if was_full else most - chunk)
-        if is_full:
+        startable = room.get(each.topic, most)
+        if is_full or startable <= 0:
             full.add(each)
             continue
         # Half of the difference makes what it holds and what is free equal.
         own = free if is_alone else max(1, (free - topic_held) // 2)
-        room = max(room, min(most - unsettled, own))
-    return max(0, min(room, chunk)), frozenset(full)
+        fetched = max(fetched, min(most - unsettled, own, startable))
+    return max(0, min(fetched, chunk)), frozenset(full)

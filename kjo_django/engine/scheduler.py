@@ -36,6 +36,16 @@ WORTH_A_LANE = 0.005
 its transaction cost about as much."""
 RAMP_INTERVAL = 0.1
 """Seconds between looks at whether more coroutines may start while none ends."""
+AHEAD = 1.0
+"""Seconds. As many deliveries of a queue may wait as lanes have taken in so long."""
+MOST_GROUPS = 2000
+"""Groups of which is known when lanes took them: more than they take within a second."""
+GROUPS_AHEAD = 2
+"""For how many groups of each free lane deliveries may wait."""
+LEAST_OF_A_KEY = 8
+"""Deliveries of a key that are fetched, whatever could start soon."""
+STUCK_AFTER = 1.5
+"""Seconds after which what waits and cannot start soon goes back to others."""
 SLOW_BY = 0.1
 """Seconds more than twice the quickest that a coroutine may take for reasons of the worker."""
 TIMED = (Mode.ATOMIC, Mode.PLAIN)
@@ -54,13 +64,15 @@ class KeyQueue:
     """When it starts (monotonic), of those that start later, and its number among them."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """What a lane runs in one go."""
 
     deliveries: list[Delivery]
     mode: Mode
     queue: str
+    began: float = 0.0
+    """When a lane took it (monotonic)."""
     has_ended: bool = False
 
 
@@ -186,12 +198,21 @@ class GroupScheduler:
         self._running: set[Delivery] = set()
         self._taken: dict[int, Group] = {}
         """The last group that each thread has taken, by the thread's id."""
+        self._in_lanes: set[Group] = set()
+        """The groups that run."""
         self._groups: Counter[str] = Counter()
         """Groups that run, by queue."""
         self._coroutines: Counter[str] = Counter()
         """Coroutines that run, by queue."""
         self._ramps: defaultdict[str, StartRamp] = defaultdict(lambda: StartRamp(ramp_up or 0))
         self._has_ramps = ramp_up is not None
+        self._taken_lately: deque[tuple[float, str, int]] = deque(maxlen=MOST_GROUPS)
+        """The groups that lanes took last: when (monotonic), of which queue, and of how many
+        deliveries."""
+        self._taken_last: dict[str, tuple[str, int]] = {}
+        """The handler of what was taken last of each queue, and of how many jobs its calls are."""
+        self._modes: defaultdict[str, set[bool]] = defaultdict(set)
+        """Whether a queue has had coroutines, others, or both."""
         self._is_ramping = False
         """Whether, when it was last looked, coroutines waited for those that run."""
         self._orphan: Delivery | None = None
@@ -389,15 +410,20 @@ class GroupScheduler:
         worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
         lanes = min(self._idle, limit.groups, worth)
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
-        group = Group(self._take_deliveries(ready, first.mode, size, share), first.mode, queue)
+        now = self._clock.monotonic()
+        group = Group(self._take_deliveries(ready, first.mode, size, share), first.mode, queue, now)
         self._ready[name] = self._ready.pop(name)
         if self._is_weighted:
             self._charge(name)
         count = len(group.deliveries)
+        self._taken_lately.append((now, queue, count))
+        self._taken_last[queue] = first.kind, first.batch or 1
+        self._modes[queue].add(name[1])
         self._left -= count
         self.waiting -= count
         self._running.update(group.deliveries)
         self._groups[queue] += 1
+        self._in_lanes.add(group)
         if group.mode is Mode.CONCURRENT:
             self._coroutines[queue] += count
             self._ramps[queue].room -= count
@@ -512,6 +538,7 @@ class GroupScheduler:
                 if group.deliveries[0] is self._orphan:
                     self._orphan = None
                 self._groups[group.queue] -= 1
+                self._in_lanes.discard(group)
                 self._idle += 1
             keys: dict[object, list[Delivery]] = {}
             """The keys that are free now, and what of each has to run again."""
@@ -565,18 +592,67 @@ class GroupScheduler:
         dropped: list[Delivery] = []
         with self._startable:
             for key in self._keys.values():
-                leaving = {
+                leaving = [
                     d for d in key.waiting if d.subscription is subscription and d.place in gone
-                }
+                ]
                 if leaving:
-                    dropped += [d for d in key.waiting if d in leaving]
-                    key.waiting = [d for d in key.waiting if d not in leaving]
-            self.waiting -= len(dropped)
-            for delivery in dropped:
-                self._held[subscription, delivery.place] -= delivery.weight
+                    dropped += self._drop(key, leaving)
         if dropped:
             self.on_discarded(dropped)
         return dropped
+
+    def take_stuck(self, subscription: Subscription, queues: Collection[str]) -> list[Delivery]:
+        """Forget what a subscription brought of these queues and lanes cannot start soon, where the
+        next one has waited for long, and return it: what other consumers may start.
+
+        The last ones of each queue go, those of lower levels first. Those of a key go together,
+        since the others of that key must not overtake them.
+        """
+        dropped: list[Delivery] = []
+        with self._startable:
+            now = self._clock.monotonic()
+            surplus = {
+                queue: 0 if queue in self._paused else count - self._startable_soon(queue, now)
+                for queue, count in self._count_startable(subscription, queues).items()
+            }
+            for name in sorted(self._ready, key=lambda name: name[3]):
+                count = surplus.get(name[0], 0)
+                if count > 0 and not name[2] and self._is_stuck(name, now):
+                    gone = self._drop_last(name, count, subscription)
+                    surplus[name[0]] -= len(gone)
+                    dropped += gone
+        if dropped:
+            self.on_discarded(dropped)
+        return dropped
+
+    def _is_stuck(self, name: ReadyName, now: float) -> bool:
+        """Return whether the next delivery of a ready list has waited for long."""
+        first = next((key.waiting[0] for key in self._ready[name] if key.waiting), None)
+        return first is not None and now - first.waiting_since >= STUCK_AFTER
+
+    def _drop_last(self, name: ReadyName, count: int, subscription: Subscription) -> list[Delivery]:
+        """Take the last keys out of a ready list, until so many deliveries are gone."""
+        dropped: list[Delivery] = []
+        ready = self._ready[name]
+        for key in reversed(ready):
+            if len(dropped) >= count:
+                break
+            if _may_leave(key, subscription, self._paused_until):
+                dropped += self._drop(key, list(key.waiting))
+        for key in ready:
+            if not key.waiting:
+                del self._keys[key.key]
+        self._ready[name] = deque(key for key in ready if key.waiting)
+        return dropped
+
+    def _drop(self, key: KeyQueue, leaving: list[Delivery]) -> list[Delivery]:
+        """Take some of a key's deliveries out, and return them."""
+        gone = set(leaving)
+        key.waiting = [delivery for delivery in key.waiting if delivery not in gone]
+        self.waiting -= len(leaving)
+        for delivery in leaving:
+            self._held[delivery.subscription, delivery.place] -= delivery.weight
+        return leaving
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
         """Wait until nothing of these partitions (None: of any) is running; False when it lasts
@@ -659,6 +735,56 @@ class GroupScheduler:
             self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
             return held, occupied, set(self._paused_until)
 
+    def room_of(self, subscription: Subscription, queues: Collection[str]) -> dict[str, int]:
+        """Return how many more deliveries lanes could start soon, beside what a subscription
+        brought and waits, of those of these queues that have no coroutines; 0 while more than half
+        of them waits already, so that they are fetched many at a time."""
+        with self._startable:
+            now, room = self._clock.monotonic(), {}
+            for queue, waiting in self._count_startable(subscription, queues).items():
+                soon = self._startable_soon(queue, now)
+                room[queue] = soon - waiting if waiting <= soon / 2 else 0
+            return room
+
+    @property
+    def has_startable(self) -> bool:
+        """Whether something waits for nothing but a lane."""
+        with self._startable:
+            return any(map(self._may_start, self._ready))
+
+    def _startable_soon(self, queue: str, now: float) -> int:
+        """Return how many deliveries of a queue lanes could start soon: as many as they have taken
+        within the last second, or two groups for each lane that is free or has taken its group
+        within that second."""
+        limit = self._limits.get(queue, NO_LIMIT)
+        taken = sum(n for at, of, n in self._taken_lately if of == queue and now - at < AHEAD)
+        recent = [each for each in self._in_lanes if now - each.began < AHEAD]
+        own = sum(each.queue == queue for each in recent)
+        lanes = max(0, min(self._idle + len(recent), limit.groups - self._groups[queue] + own))
+        kind, batch = self._taken_last.get(queue, ("", 1))
+        run_time = max(self._run_times.get(kind, self._budget), self._budget / self._size)
+        size = max(batch, 1, int(self._budget / run_time))
+        return int(min(max(taken, GROUPS_AHEAD * lanes * size), self._left))
+
+    def _count_startable(
+        self, subscription: Subscription, queues: Collection[str]
+    ) -> dict[str, int]:
+        """Return how many deliveries of a subscription wait for nothing but a lane, by queue: of
+        those of these queues that have had no coroutines.
+
+        What waits for something else does not keep more from being fetched: orphans, which run one
+        after the other, and coroutines, which have limits of their own.
+        """
+        counts = {queue: 0 for queue in queues if True not in self._modes[queue]}
+        for (queue, _, is_orphan, _), ready in self._ready.items():
+            if queue in counts and not is_orphan:
+                counts[queue] += sum(
+                    len(key.waiting)
+                    for key in ready
+                    if key.waiting and key.waiting[0].subscription is subscription
+                )
+        return counts
+
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
         with self._startable:
@@ -666,13 +792,35 @@ class GroupScheduler:
             return {
                 (first.record.topic, first.record.key)
                 for key in self._keys.values()
-                if (
-                    len(key.waiting) >= count
-                    or (is_heavy and sum(each.weight for each in key.waiting) >= count)
-                )
+                if _has_waiting(key, count, is_heavy)
                 and (first := key.waiting[0]).subscription is subscription
                 and first.record.key is not None
             }
+
+    def keys_with_enough(
+        self, subscription: Subscription, queues: Collection[str], before: Collection[TopicKey]
+    ) -> set[TopicKey]:
+        """Return the keys of these queues of which as much waits as lanes could start soon of the
+        whole queue, and eight at least.
+
+        :param before: those that had enough: they have until half of it is left.
+        """
+        with self._startable:
+            now, enough = self._clock.monotonic(), dict[str, int]()
+            found = set[TopicKey]()
+            for key in self._keys.values():
+                if len(key.waiting) < LEAST_OF_A_KEY / 2 or key.queue not in queues:
+                    continue
+                record = key.waiting[0].record
+                if record.key is None or key.waiting[0].subscription is not subscription:
+                    continue
+                if key.queue not in enough:
+                    soon = self._startable_soon(key.queue, now)
+                    enough[key.queue] = max(LEAST_OF_A_KEY, soon)
+                count = enough[key.queue] / (2 if (record.topic, record.key) in before else 1)
+                if len(key.waiting) >= count:
+                    found.add((record.topic, record.key))
+            return found
 
     @property
     def outstanding(self) -> int:
@@ -699,6 +847,26 @@ def _fits_into_batch(delivery: Delivery, taken: list[Delivery]) -> bool:
         len(taken) < (delivery.batch or 0)
         and taken[0].handler is delivery.handler
         and taken[-1].shard != delivery.shard
+    )
+
+
+def _has_waiting(key: KeyQueue, count: int, is_heavy: bool) -> bool:
+    """Return whether so many deliveries of a key wait, or large ones that count as so many."""
+    waiting = key.waiting
+    return len(waiting) >= count or (is_heavy and sum(each.weight for each in waiting) >= count)
+
+
+def _may_leave(
+    key: KeyQueue, subscription: Subscription, paused: Collection[TopicPartition]
+) -> bool:
+    """Return whether another consumer may have what waits of a key that nobody runs."""
+    return bool(key.waiting) and all(
+        each.subscription is subscription
+        and each.attempt is None
+        and not each.slot_until
+        and each.place not in paused
+        and (subscription.release_keeps_order or each.record.key is None)
+        for each in key.waiting
     )
 
 

@@ -208,6 +208,9 @@ class Subscription(abc.ABC):
     """Whether ``release`` gives records to others; else they are its consumer's until ``close``, as
     those of a log's partition are."""
 
+    release_keeps_order: bool = False
+    """Whether what was released of a key is delivered before anything later of that key."""
+
     def release(self, records: Iterable[Record]) -> None:
         """Give up records that were not begun: they are delivered again, to others at once. Called
         by the owner's thread. Default: they stay this consumer's."""
@@ -217,6 +220,11 @@ class Subscription(abc.ABC):
         """Return whether a record that was handed out is still this consumer's by what its process
         knows, so that it may be run again here. Makes no I/O; thread-safe. Default: it is."""
         return True
+
+    def limit(self, records: Mapping[str, int]) -> None:
+        """Hand out no more than so many records of each of these topics in one poll, of others as
+        many as the poll is for. Default: nothing; what is too much is released."""
+        return
 
     @abc.abstractmethod
     def pause(self, partitions: Iterable[TopicPartition]) -> None:

@@ -223,6 +223,7 @@ def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
     subscription = subscribe()
     assert len(subscription.poll(10, 1)) == 10
     subscription.pause([TopicPartition("t", 0)])
+    subscription.limit({"t": 0})
     assert subscription.poll_urgent(["t"], 8) == []
     # When
     publish(transport, "n0")

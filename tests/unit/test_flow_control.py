@@ -5,19 +5,22 @@ The workers run in this process, their slow handlers wait for an event.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
+import threading
 import time
 import uuid
 
 import pytest
 
-from kjo_django import registry
+from kjo_django import job, registry
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.poller import plan_fetch
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.messages import headers as names
+from kjo_django.outbox.relay import Relay
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from tests.unit.deliveries import Silent
@@ -31,13 +34,11 @@ PROMISED = 1.0
 BACKLOG = 5_000
 
 
+REDIS_STREAMS = pytest.param("redis_streams", marks=pytest.mark.redis)
+
+
 @pytest.fixture(
-    params=[
-        "memory",
-        "database",
-        pytest.param("kafka", marks=pytest.mark.kafka),
-        pytest.param("redis_streams", marks=pytest.mark.redis),
-    ]
+    params=["memory", "database", pytest.param("kafka", marks=pytest.mark.kafka), REDIS_STREAMS]
 )
 def transport(request):
     return request.param
@@ -122,6 +123,70 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
             working.delay_of_other(f"other {number}")
         # Then each has begun, though the slow one goes on
         assert working.slow_begun() == 1
+
+
+@pytest.mark.parametrize("transport", ["database", REDIS_STREAMS], indirect=True)
+@pytest.mark.parametrize("kind", ["known", "unknown"])
+def test_a_worker_with_long_jobs_leaves_the_others_to_those_with_free_lanes(
+    configure, transport, kind
+):
+    # Given a worker with a long job in each lane, which knows its other jobs for quick ones, or not
+    configure(transport, limit=None, CONCURRENCY=3)
+    with Working() as busy:
+        if kind == "known":
+            publish("quick", *[OTHER] * 300)
+            assert busy.begins(lambda begun: len(begun) == 300)
+        publish("slow", *[FIRST] * 3)
+        busy.waits_for_slow(3)
+        # When there is much to do
+        publish("quick", *[OTHER] * 500)
+        busy.fills()
+        # Then another worker does all of it, though it comes later
+        with Working() as second:
+            assert second.begins(lambda begun: len(begun) == 500)
+            assert busy.slow_begun() == 3
+
+
+@pytest.mark.parametrize("transport", ["database", REDIS_STREAMS], indirect=True)
+def test_a_topic_of_two_queues_is_read_past_the_jobs_of_the_one_that_is_full(
+    request, settings, sqlite_file, transport
+):
+    # Given a long job of a queue that may run one, and others behind it
+    queues = {"slow": {"concurrency": 1, "topic": "both"}, "quick": {"topic": "both"}}
+    Configure(request, settings)(transport, queues, CONCURRENCY=3)
+    publish("slow", FIRST, *[MORE] * 200)
+    with Working() as working:
+        working.fills()
+        # When
+        publish("quick", OTHER)
+        # Then
+        assert working.begins(lambda begun: "other" in begun)
+        assert working.slow_begun() == 1
+
+
+@pytest.mark.parametrize("transport", ["database", REDIS_STREAMS], indirect=True)
+def test_jobs_in_a_thread_begin_beside_coroutines_at_their_limit(configure, transport):
+    # Given a queue whose coroutines wait for one another
+    configure(transport, limit=2, CONCURRENCY=3)
+    release = threading.Event()
+    begun: list[int] = []
+
+    async def wait(number: int) -> None:
+        begun.append(number)
+        while not release.is_set():
+            await asyncio.sleep(0.01)  # sleep: until the event of another thread is set
+
+    waiting = job(name="work.waiting", queue="slow", atomic=False)(wait)
+    with Working() as working:
+        waiting.enqueue_many([{"number": number} for number in range(50)])
+        Relay(["slow"]).publish_due()
+        wait_until(lambda: len(begun) == 2)
+        # When
+        publish("slow", FIRST)
+        # Then
+        working.waits_for_slow(1)
+        assert len(begun) == 2
+        release.set()
 
 
 @pytest.mark.large("memory", "redis_streams")
@@ -215,13 +280,14 @@ A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b",
 NO_PARTITIONS = frozenset[TopicPartition]()
 
 
-def plan(held: dict, *, free: int, most: int = 800, uncommitted=(), paused=()):
+def plan(held: dict, *, free: int, most: int = 800, room=(), uncommitted=(), paused=()):
     """What may be fetched, and the full partitions, of a worker that reads two topics."""
     return plan_fetch(
         most,
         [A0, A1, B0],
         held,
         free,
+        room=dict(room),
         uncommitted=dict(uncommitted),
         paused=paused,
         is_alone=False,
@@ -230,7 +296,7 @@ def plan(held: dict, *, free: int, most: int = 800, uncommitted=(), paused=()):
 
 @pytest.mark.parametrize(("held", "planned"), [(700, (100, NO_PARTITIONS)), (800, (0, {A0}))])
 def test_the_only_topic_may_have_all_the_room(held, planned):
-    alone = {"uncommitted": {}, "paused": (), "is_alone": True}
+    alone = {"room": {}, "uncommitted": {}, "paused": (), "is_alone": True}
     assert plan_fetch(800, [A0], {A0: held}, 800 - held, **alone) == planned
 
 
@@ -252,6 +318,14 @@ def test_one_partition_leaves_half_of_its_topics_room_to_the_others():
 def test_a_poll_fetches_an_eighth_of_the_room_at_most():
     assert plan({}, free=800)[0] == 100
     assert plan({}, free=2, most=2)[0] == 1
+
+
+def test_of_a_topic_no_more_is_fetched_than_could_start_soon():
+    assert plan({}, free=800, room={"a": 3, "b": 0}) == (3, {B0})
+    assert plan({}, free=800, room={"a": 3}) == (100, NO_PARTITIONS)
+    assert plan({}, free=800, room={"a": 0, "b": 0}) == (0, {A0, A1, B0})
+    held = {A0: 100, A1: 99}
+    assert plan(held, free=601, room={"a": 3}, paused={A0, A1})[1] == set(), "it has room again"
 
 
 def test_however_little_room_there_is_a_topic_that_holds_nothing_is_read():

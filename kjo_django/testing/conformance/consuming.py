@@ -6,11 +6,18 @@ import itertools
 import threading
 import time
 import uuid
+from collections import Counter
 
 import pytest
 
 from kjo_django.testing.conformance.suite import Suite, eventually, values
-from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition, Transport
+from kjo_django.transports.base import (
+    OutgoingRecord,
+    Record,
+    Subscription,
+    TopicPartition,
+    Transport,
+)
 
 
 class Consuming(Suite):
@@ -158,6 +165,43 @@ class Consuming(Suite):
         self.settle(first, held[:1])
         first.close()
         self.read_nothing(second)
+
+    def test_what_is_released_of_a_key_comes_before_anything_later_of_that_key(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        # Given one consumer that has some of a key
+        first = self.subscribe(transport, topic, group)
+        if not first.release_keeps_order:
+            pytest.skip("it does not promise that")
+        self.publish_values(transport, topic, b"1", b"2", key=b"k")
+        held = self.read(first, 2)
+        # When it gives that up, after more of the key came
+        self.publish_values(transport, topic, b"3", key=b"k")
+        first.release(held)
+        # Then it comes in the order in which it was published
+        second = self.subscribe(transport, topic, group)
+        assert values(self.read(second, 3)) == [b"1", b"2", b"3"]
+
+    def test_a_poll_hands_out_no_more_of_a_topic_than_its_limit(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        # Given a backlog of two topics
+        other = f"{topic}-other"
+        first = self.subscribe(transport, [topic, other], group)
+        if type(first).limit is Subscription.limit:
+            pytest.skip("it has no limit of a topic; what is too much is released")
+        for each in (topic, other):
+            self.publish_values(transport, each, *(b"%d" % number for number in range(9)))
+        # When one of them has a limit
+        first.limit({topic: 2})
+        polled = first.poll(10, self.within)
+        assert Counter(record.topic for record in polled) == {topic: 2, other: 8}
+        # Then that is one of each poll, and none if it is 0
+        first.limit({topic: 3, other: 0})
+        assert Counter(record.topic for record in first.poll(10, self.within)) == {topic: 3}
+        # And without it everything comes
+        first.limit({})
+        assert len(self.read(first, 5)) == 5
 
     def test_what_is_acknowledged_is_not_delivered_again(
         self, transport: Transport, topic: str, group: str

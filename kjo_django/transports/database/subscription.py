@@ -14,6 +14,7 @@ import math
 import random
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -84,6 +85,8 @@ class DatabaseSubscription(LeasedSubscription):
     :param on_registered: called when the group's interest in its topics is committed.
     """
 
+    release_keeps_order = True
+
     def __init__(
         self,
         alias: str,
@@ -110,6 +113,8 @@ class DatabaseSubscription(LeasedSubscription):
         self._retry_at = 0.0
         self._commits = CommitWatcher(alias, clock)
         self._skipped: dict[str, set[int]] = {}
+        self._most: Mapping[str, int] = {}
+        """Most records of a claim, by topic."""
         self._claim_count = 0
         self._last_rank: dict[str, int] = {}
         """The rank of the last row claimed, by topic."""
@@ -249,7 +254,9 @@ class DatabaseSubscription(LeasedSubscription):
         :param below: only rows of these topics, and of a lower rank than this.
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
-        due = list(below or ()) or (self._due_topics() if limit > 0 else [])
+        if limit <= 0:
+            return []
+        due = list(below or ()) or self._due_topics()
         is_woken, self._is_woken = self._is_woken, False
         if not due:
             self._may_have_more = False
@@ -273,7 +280,9 @@ class DatabaseSubscription(LeasedSubscription):
         size = sum(row[-1] or 0 for row in rows)
         self._claimed_at = self._clock.monotonic()
         if below is None:
-            self._may_have_more = len(rows) >= limit or size >= max_bytes
+            counts = Counter(topic for _, topic, *_ in rows)
+            is_limited = any(0 < most <= counts[topic] for topic, most in self._most.items())
+            self._may_have_more = len(rows) >= limit or size >= max_bytes or is_limited
         if rows or len(topics) < len(due):
             # Something happens here, or another consumer claims just now: come back soon.
             self._next_wait = SHORTEST_WAIT
@@ -365,9 +374,13 @@ class DatabaseSubscription(LeasedSubscription):
         last: dict[str, Q] = {}
         chosen: list[tuple[Any, ...]] = []
         read = Case(When(size__lte=small, then="value"))
+        left = {} if below else dict(self._most)
         while waiting and len(chosen) < limit and max_bytes > 0:
             topic = waiting.pop(0)
             share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
+            share = min(share, left.get(topic, share))
+            if share <= 0:
+                continue
             due = self._due_rows(topic, now)
             if topic in last:
                 due = due.filter(last[topic])
@@ -385,6 +398,8 @@ class DatabaseSubscription(LeasedSubscription):
                 self._note_backlog(topic, rows, len(rows) == share, begin, has_lower)
             allowed = count_within((row[-1] or 0 for row in rows), max_bytes)
             chosen.extend(rows[:allowed])
+            if topic in left:
+                left[topic] -= allowed
             max_bytes -= sum(row[-1] or 0 for row in rows[:allowed])
             if len(rows) == share and begin is None:
                 rank = rows[-1][_RANK]
@@ -528,6 +543,10 @@ class DatabaseSubscription(LeasedSubscription):
             self._may_have_strays = True
         self._forget(mine)
 
+    def limit(self, records: Mapping[str, int]) -> None:
+        """Claim no more than so many rows of each of these topics at once."""
+        self._most = records
+
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Claim from these topics again, at the next poll."""
         super().resume(partitions)
@@ -538,7 +557,9 @@ class DatabaseSubscription(LeasedSubscription):
         skipped: dict[str, set[int]] = {}
         for topic, key in keys:
             skipped.setdefault(topic, set()).add(key_hash(key))
-        self._may_have_more = self._may_have_more or skipped != self._skipped
+        for topic, hashes in self._skipped.items():
+            if hashes - skipped.get(topic, set()):
+                self._may_have_more = True
         self._skipped = skipped
 
     def _leave(self) -> None:
