@@ -315,8 +315,8 @@ class Settings:
         whole(1),
         5000,
         "Records a worker holds at most, waiting and running. A queue holds no more than it leaves "
-        "free for the others; of transports that can give records back no more wait than could "
-        "start soon.",
+        "free for the others. Of transports that can give records back, most queues hold much "
+        "less: what could start soon.",
     )
     max_outstanding_bytes: int = option(
         whole(1),
