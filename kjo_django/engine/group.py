@@ -264,9 +264,11 @@ class Pipeline:
             ran = keep_committed(runtime, guard, guard.calls, self._until_answered)
         for attempt in ran or ():
             attempt.delivery.attempt = attempt
-        _, rows = admission.load_rows(runtime, left)
-        ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
-        self._leases.let_rows_go(ids)
+        _, rows = admission.load_rows(runtime, deliveries)
+        held = [row for each, row in rows.items() if not each.is_settled]
+        ids = [row.id for row in held if row.lease_token == self._leases.token]
+        # Also what is settled: its job may be replayed, and come to this worker again.
+        self._leases.let_rows_go(row.id for row in rows.values())
         runtime.store.release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
             row = rows.get(delivery)
@@ -681,12 +683,7 @@ class Pipeline:
         """
         is_concurrent = deliveries[0].mode is Mode.CONCURRENT
         if is_concurrent and self._loop is not None and running is not None:
-            attempts = self._admit_leased(deliveries)
-            self._take_permits(attempts)
-            if admitted := [attempt for attempt in attempts if attempt.ending is None]:
-                running.update(attempt.delivery for attempt in admitted)
-                self._loop.run(admitted)
-            return self._settle([a for a in attempts if a.delivery not in running])
+            return self._start_coroutines(self._loop, deliveries, running)
         budget = self._runtime.settings.group_budget.total_seconds()
         ended = EndedQueue(self._settle, budget, self._recorder if self._is_workers else None)
         left, size, has_begun, retry = deliveries, len(deliveries), False, None
@@ -731,6 +728,20 @@ class Pipeline:
                 size *= 2
             left = not_begun + left[len(part) :]
         return ended.deferred + left
+
+    def _start_coroutines(
+        self, loop: LoopRunner, deliveries: Sequence[Delivery], running: set[Delivery]
+    ) -> list[Delivery]:
+        """Admit coroutines and start those that may; returns the deferred."""
+        attempts = self._admit_leased(deliveries)
+        try:
+            self._take_permits(attempts)
+            if admitted := [attempt for attempt in attempts if attempt.ending is None]:
+                running.update(attempt.delivery for attempt in admitted)
+                loop.run(admitted)
+            return self._settle([a for a in attempts if a.delivery not in running])
+        finally:
+            self._release_rows([a for a in attempts if a.delivery not in running], deliveries)
 
     def _take_permits(self, attempts: Sequence[Attempt]) -> None:
         """Take the permits of coroutines with a limit; one that may not start is deferred."""

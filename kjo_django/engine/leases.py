@@ -69,6 +69,8 @@ class LeaseBook:
         self._uncertain_until = 0.0
         self._breaker = CircuitBreaker(runtime.clock)
         self._unreleased: set[str] = set()
+        self._leaving: set[str] = set()
+        """Those of them that are released just now: who takes one anew would lose it."""
         self._slots: dict[str, list[str]] = {}
         """The slots that were taken for a delivery, by its lease. They are released with it."""
         self.freed: Counter[str] = Counter()
@@ -89,6 +91,11 @@ class LeaseBook:
         ttl = ttl or self.ttl
         if self._breaker.is_open():
             return [FIRST_CLAIM] * len(names)
+        if self._unreleased or self._leaving:
+            with self._lock:
+                if not self._leaving.isdisjoint(names):
+                    return [Claim(False, 0)] * len(names)
+                self._unreleased.difference_update(names)
         began, acquired = self._clock.monotonic(), names
         try:
             claims = self._coordination.claim(names, self.token, ttl)
@@ -104,8 +111,6 @@ class LeaseBook:
                 acquired = [name for name, claim in each if claim.acquired]
         with self._lock:
             self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
-            if self._unreleased:
-                self._unreleased.difference_update(self._held)
         return claims
 
     # --- Limits -----------------------------------------------------------------------------------
@@ -372,9 +377,13 @@ class LeaseBook:
         if self._breaker.record_success():
             logger.info("Coordination answers again, leases are taken again")
         with self._lock:
-            late, self._unreleased = list(self._unreleased), set()
-        for start in range(0, len(late), RELEASED_AT_ONCE):
-            self._release_now(late[start : start + RELEASED_AT_ONCE])
+            self._leaving, self._unreleased = self._unreleased, set()
+        late = list(self._leaving)
+        try:
+            for start in range(0, len(late), RELEASED_AT_ONCE):
+                self._release_now(late[start : start + RELEASED_AT_ONCE])
+        finally:
+            self._leaving = set()
 
     def show_alive_if_late(self) -> None:
         """Give the sign of life now if the thread that gives it is late, as on an SQLite that many
