@@ -1,4 +1,5 @@
-"""What handlers do that no handler should: ways to end the transaction of one's group."""
+"""What handlers do that no handler should: ways to end the transaction of one's group, and to leave
+a session that others cannot use."""
 
 from __future__ import annotations
 
@@ -159,3 +160,167 @@ UNDOES: dict[str, dict[str, Callable[[], None]]] = {
 
 UNSEEN = beginning_anew_past_django("COMMIT")
 """What is noticed only where handlers have savepoints."""
+
+
+# --- Sessions -------------------------------------------------------------------------------------
+
+
+def setting(name: str, value: object) -> Callable[[], None]:
+    """Return what sets an attribute of the driver's own connection."""
+
+    def execute() -> None:
+        setattr(connection.connection, name, value)
+
+    return execute
+
+
+def rows_as_texts(cursor: Any, row: Any = None) -> Any:
+    """A row factory of SQLite's and psycopg's kind, with whose rows nobody else can do anything."""
+    return str(row) if row is not None else str
+
+
+def loading_times_as_texts() -> None:
+    from psycopg.adapt import Loader  # an extra, which may be missing
+
+    class AsText(Loader):
+        def load(self, data: Any) -> str:
+            return bytes(data).decode()
+
+    raw: Any = connection.connection
+    raw.adapters.register_loader("timestamptz", AsText)
+
+
+def refusing_writes() -> None:
+    """As a handler does that is to look at data of somebody else's only."""
+    import sqlite3
+
+    raw: Any = connection.connection
+    writes = (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE)
+    raw.set_authorizer(lambda what, *_: sqlite3.SQLITE_DENY if what in writes else 0)
+
+
+SPOILS: dict[str, dict[str, Callable[[], None]]] = {
+    "sqlite": {
+        "query only": executing("PRAGMA query_only = ON"),
+        "temporary table": executing("CREATE TEMP TABLE kjo_job (n integer)"),
+        "authorizer": refusing_writes,
+        "row factory": setting("row_factory", rows_as_texts),
+    },
+    "postgresql": {
+        "read only": executing("SET default_transaction_read_only = on"),
+        "characteristics": executing("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"),
+        "role": executing("SET ROLE pg_monitor"),
+        "user": executing("SET SESSION AUTHORIZATION pg_monitor"),
+        "search path": executing("SET search_path TO elsewhere"),
+        "date style": executing("SET datestyle TO 'SQL, DMY'"),
+        "set_config": executing("SELECT set_config('search_path', 'elsewhere', false)"),
+        "temporary table": executing("CREATE TEMP TABLE kjo_job (n integer)"),
+        "row factory": setting("row_factory", rows_as_texts),
+        "loader": loading_times_as_texts,
+    },
+    "mysql": {
+        "read only": executing("SET SESSION TRANSACTION READ ONLY"),
+        "database": executing("USE information_schema"),
+        "temporary table": executing("CREATE TEMPORARY TABLE kjo_job (n integer)"),
+        "locked tables": executing("LOCK TABLES ledger_entry READ"),
+    },
+}
+"""What leaves a session that the engine cannot use, by vendor."""
+
+
+def asking(query: str) -> Callable[[], Any]:
+    """Return what executes a query with one of Django's cursors and returns its first value."""
+
+    def execute() -> Any:
+        with connection.cursor() as cursor:
+            cursor.execute(query)
+            return (cursor.fetchone() or [None])[0]
+
+    return execute
+
+
+CHANGES: dict[str, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]] = {
+    "sqlite": {
+        "pragma": (executing("PRAGMA cache_size = 77"), asking("PRAGMA cache_size")),
+        "temporary table": (
+            executing("CREATE TEMPORARY TABLE kjo_stage (n integer)"),
+            asking("SELECT count(*) FROM sqlite_temp_master"),
+        ),
+    },
+    "postgresql": {
+        "set": (executing("SET TIME ZONE 'Asia/Tokyo'"), asking("SHOW TIME ZONE")),
+        "set local": (executing("set local work_mem = '77kB'"), asking("SHOW work_mem")),
+        "set_config": (
+            executing("SELECT set_config('app.tenant', 'their', false)"),
+            asking("SELECT nullif(current_setting('app.tenant', true), '')"),
+        ),
+        "set_config, locally": (
+            executing("SELECT set_config('app.tenant', 'their', true)"),
+            asking("SELECT nullif(current_setting('app.tenant', true), '')"),
+        ),
+        "SET_CONFIG": (
+            executing("SELECT SET_CONFIG('app.tenant', 'their', TRUE)"),
+            asking("SELECT nullif(current_setting('app.tenant', true), '')"),
+        ),
+        "block": (
+            executing("DO $$ BEGIN PERFORM set_config('app.tenant', 'their', false); END $$"),
+            asking("SELECT nullif(current_setting('app.tenant', true), '')"),
+        ),
+        "second statement behind a comment": (
+            executing("SELECT 1; /* app */ SET lock_timeout = 77000"),
+            asking("SHOW lock_timeout"),
+        ),
+        "temporary view": (
+            executing("CREATE OR REPLACE TEMP VIEW kjo_stage AS SELECT 1 AS n"),
+            asking("SELECT count(*) FROM pg_views WHERE viewname = 'kjo_stage'"),
+        ),
+        "into a temporary table": (
+            executing("SELECT 1 AS n INTO TEMP kjo_stage"),
+            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+        ),
+        "one of two temporary tables": (
+            executing(
+                "CREATE TEMP TABLE kjo_stage (n int); CREATE TEMP TABLE o (n int) ON COMMIT DROP"
+            ),
+            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+        ),
+        "behind a comment": (
+            executing("/* app */ -- their\n SET lock_timeout = 77000"),
+            asking("SHOW lock_timeout"),
+        ),
+        "script": (
+            executing(f"{NOTHING}; SET statement_timeout = 77000"),
+            asking("SHOW statement_timeout"),
+        ),
+        "role": (
+            executing("SET ROLE pg_monitor", "SET ROLE NONE", "SET lock_timeout = 77000"),
+            asking("SHOW lock_timeout"),
+        ),
+        "temporary table": (
+            executing("CREATE TEMP TABLE IF NOT EXISTS kjo_stage (n integer) ON COMMIT DROP"),
+            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+        ),
+        "lock": (
+            executing("SELECT pg_advisory_lock(77)"),
+            asking("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 77"),
+        ),
+    },
+    "mysql": {
+        "set": (
+            executing("SET SESSION sort_buffer_size = 77824"),
+            asking("SELECT @@sort_buffer_size"),
+        ),
+        "variable": (executing("SET @tenant = 'their'"), asking("SELECT @tenant")),
+        "variable of a result": (
+            executing("SELECT 'their' INTO @tenant"),
+            asking("SELECT @tenant"),
+        ),
+        "comment that is executed": (
+            executing("/*!40101 SET @tenant = 'their' */"),
+            asking("SELECT @tenant"),
+        ),
+        "variable in a query": (executing("SELECT @tenant := 'their'"), asking("SELECT @tenant")),
+        "lock": (executing("SELECT Get_Lock('their', 1)"), asking("SELECT IS_USED_LOCK('their')")),
+    },
+}
+"""What changes something in a session, and what others see of that, by vendor."""

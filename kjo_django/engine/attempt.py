@@ -203,6 +203,8 @@ class Reason(enum.StrEnum):
     OUT_OF_BUDGET = "budget"
     INTERRUPTED = "interrupted"
     LIMITED = "limited"
+    ALONE = "alone"
+    """It failed in a transaction with others, and runs again at once without them."""
 
 
 class Abort(enum.Enum):

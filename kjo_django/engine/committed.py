@@ -9,7 +9,7 @@ from typing import Any
 
 from kjo_django.engine import admission
 from kjo_django.engine.attempt import Attempt, Ending
-from kjo_django.engine.handler.call import call_isolated
+from kjo_django.engine.handler.call import call_watched
 from kjo_django.engine.handler.connections import TransactionGuard
 from kjo_django.runtime import Runtime
 
@@ -48,5 +48,5 @@ def keep_committed(
         attempt.is_committed = True
         attempt.delivery.attempt = attempt
     for call in guard.callbacks_before(guilty):
-        call_isolated(call, f"An on_commit callback failed: {call!r}", {})
+        call_watched(call, f"An on_commit callback failed: {call!r}", {})
     return ran

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from kjo_django import registry
 from kjo_django.engine.attempt import Delivery
-from kjo_django.engine.handler.connections import drop_broken_connections
+from kjo_django.engine.handler.connections import TransactionGuard, drop_broken_connections
 from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
@@ -128,12 +128,15 @@ class DirectSteps(NoSubscription):
             self._held.pop(id, None)  # it was deferred, and has been published since
         self._held.update(dict.fromkeys(ids, until))
 
-    def joined(self, deliveries: Sequence[Delivery]) -> JoinedSteps | None:
+    def joined(self, deliveries: Sequence[Delivery], guard: TransactionGuard) -> JoinedSteps | None:
         """Return what takes the steps that a group of deliveries is about to release; None if they
-        are not to run in its transaction, which one of them may have spoilt before."""
+        are not to run in its transaction, which one of them may have spoilt before.
+
+        :param guard: of that transaction.
+        """
         if any(each.was_joined or each.deliveries > 1 for each in deliveries):
             return None
-        return JoinedSteps(self, self._scheduler, self._runtime, deliveries)
+        return JoinedSteps(self, self._scheduler, self._runtime, deliveries, guard)
 
     # --- As a subscription ------------------------------------------------------------------------
 
@@ -173,6 +176,8 @@ class JoinedSteps:
     budget.
 
     :param leaders: the deliveries of the group.
+    :param guard: knows whether a handler has changed something in the session that steps are not to
+        find there.
     """
 
     def __init__(
@@ -181,8 +186,9 @@ class JoinedSteps:
         scheduler: GroupScheduler,
         runtime: Runtime,
         leaders: Sequence[Delivery],
+        guard: TransactionGuard,
     ) -> None:
-        self._steps, self._scheduler = steps, scheduler
+        self._steps, self._scheduler, self._guard = steps, scheduler, guard
         self._leaders, self._queue = leaders, leaders[0].queue.name
         self._budget = runtime.settings.group_budget.total_seconds()
         self._most = runtime.settings.group_size
@@ -193,6 +199,8 @@ class JoinedSteps:
 
     def joins(self, queue: str, handler: str) -> bool:
         """Return whether a step of this handler may run in the group's transaction."""
+        if self._guard.has_changed:
+            return False
         is_short = self._most > 0 and self._scheduler.run_time(handler) <= self._budget
         return is_short and queue == self._queue and self._steps.may_join(queue, handler)
 

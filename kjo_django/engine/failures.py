@@ -22,7 +22,7 @@ from kjo_django import states
 from kjo_django.conf import priority_of
 from kjo_django.engine.admission import limit_of, load_rows
 from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
-from kjo_django.engine.handler.call import call_isolated
+from kjo_django.engine.handler.call import call_watched
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.recorder import publication
@@ -263,7 +263,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         handler = attempt.delivery.handler
         if handler is not None and handler.observes:
             hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
-            call_isolated(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
+            call_watched(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
         if not is_pristine(connections[using]):
             # What comes now would be committed without what was before it.
             raise OperationalError("The transaction was lost while a failure hook was called")

@@ -46,13 +46,15 @@ from kjo_django.engine.admission import HeldBack, MarkedAheadError
 from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
 from kjo_django.engine.committed import keep_committed
 from kjo_django.engine.direct_steps import DirectSteps
-from kjo_django.engine.handler.call import call_isolated, recording
+from kjo_django.engine.handler.call import call_isolated, call_watched, recording
 from kjo_django.engine.handler.connections import (
     TransactionGuard,
     answers,
     begin_new_session,
     drop_broken_connections,
     freshen_connections,
+    is_repeatable,
+    watching,
 )
 from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.savepoint import LazySavepoint
@@ -69,6 +71,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
 from kjo_django.states import JobState
+from kjo_django.store.session_changes import changed, note_new_sessions
 from kjo_django.transports.base import Subscription
 from kjo_django.workflows.countdown import Receiver
 
@@ -78,6 +81,8 @@ HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery that another worker holds is tried again."""
 SETTLED_TOGETHER = 1000
 """Most coroutines that are settled in one transaction."""
+REPEATS = 5
+"""Times a transaction is repeated in one attempt that the database has ended for others' sake."""
 _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
 """Endings that the group's own transaction makes durable."""
 
@@ -128,6 +133,7 @@ class Pipeline:
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         contain_others()
+        note_new_sessions()
         self._leases = leases
         self._receiver = receiver
         self._runtime = runtime = leases.runtime
@@ -199,6 +205,7 @@ class Pipeline:
                 left = self._defer(_unsettled(left, running), count_delivery=True)
                 if not self._is_workers:
                     raise
+                begin_new_session(self._runtime.database)
                 logger.exception("A group of %d failed", len(left))
                 return left
 
@@ -425,7 +432,7 @@ class Pipeline:
                 error,
                 exc_info=not isinstance(error, DatabaseError | RolledBack | MarkedAheadError),
             )
-            freshen_connections(is_own=self._is_workers)
+            self._leave_session()
             kept = self._kept_after(error)
         else:
             return self._settle(attempts)
@@ -454,6 +461,8 @@ class Pipeline:
             if held_back.covers(delivery):
                 deferred.append(delivery)
                 continue
+            if delivery.has_started:
+                delivery.is_limited = False  # its start was permitted, and has been counted
             try:
                 alone = self._run_alone(delivery)
                 held_back.after(alone)
@@ -463,7 +472,7 @@ class Pipeline:
                     raise
                 # One that can never be settled must not keep those behind it from their end.
                 refused, waiting = error, [delivery]
-                freshen_connections(is_own=self._is_workers)
+                self._leave_session()
             deferred += held_back.defer(waiting)
         if refused is not None:
             raise refused
@@ -491,10 +500,12 @@ class Pipeline:
         self._transact(deliveries, attempts, ended, savepoints=True)
         return attempts
 
-    def _run_alone(self, delivery: Delivery) -> list[Attempt]:
+    def _run_alone(self, delivery: Delivery, repeats: int = REPEATS) -> list[Attempt]:
         """Admit, run and record a delivery in its own transaction, and steps that join it. What its
         commit raises is its own failure, and so is any error of ours.
 
+        :param repeats: how often it is run again, without an attempt, where the database says that
+            this may be done.
         :raises DatabaseError: the database is away.
         """
         attempts: list[Attempt] = []
@@ -509,7 +520,13 @@ class Pipeline:
                 return kept
             if is_away:
                 raise OperationalError("The database went away") from rolled_back
+            is_aborted = any(attempt.abort_reason is not None for attempt in guard.calls)
+            if repeats and not is_aborted and is_repeatable(rolled_back.__cause__):
+                return self._repeat(delivery, repeats)
         except OUTAGES as error:
+            self._leave_session()
+            if repeats and is_repeatable(error):
+                return self._repeat(delivery, repeats)
             # A database that answers again at once was not down: the job broke its commit, and
             # would do so for ever if that did not count as an attempt.
             if (
@@ -526,11 +543,23 @@ class Pipeline:
             return self._run_alone(delivery)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
+            self._leave_session()
             row = admission.load_rows(self._runtime, [delivery])[1].get(delivery)
             attempt = admission.attempt_of(self._runtime, delivery, row)
             attempt.started_at = timezone.now()
             return [failures.judge_error(self._runtime, attempt, error)]
         return attempts
+
+    def _repeat(self, delivery: Delivery, repeats: int) -> list[Attempt]:
+        delivery.is_limited = False  # its start was permitted, and has been counted
+        return self._run_alone(delivery, repeats - 1)
+
+    def _leave_session(self) -> None:
+        """After an error: let what comes next find a session like new. What handlers have set in
+        this one, as with SET ROLE or SET search_path, may be what it failed for."""
+        freshen_connections(is_own=self._is_workers)
+        if self._is_workers:
+            begin_new_session(self._runtime.database)
 
     def _kept_after(self, error: Exception) -> list[Attempt]:
         """Return the attempts of a group that have ended although its transaction has failed."""
@@ -627,6 +656,7 @@ class Pipeline:
                     admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
                     attempts += admitted
                     guard.attempts, guard.ran = admitted, []
+                    guard.is_shared = len(part) > 1 or part is not deliveries
                     self._lane.run_in_transaction(admitted, guard, savepoint)
                     self._watch.check()
                     completed = [a for a in admitted if a.ending is Ending.COMPLETED]
@@ -648,7 +678,7 @@ class Pipeline:
                         released += durable
                     recorded += completed
                     if self._receiver is not None and any(map(_step_of, completed)):
-                        joined = joined or self._receiver.joined(deliveries)
+                        joined = joined or self._receiver.joined(deliveries, guard)
                     receiver: Receiver | None = joined or self._receiver
                     recorder.complete(self._runtime, completed, receiver=receiver, is_last=True)
                     part = joined.take() if joined is not None else []
@@ -838,23 +868,21 @@ class Pipeline:
         recorded takes anything from it.
         """
         self._watch.check()
+        if changed:  # hooks are not to find it either
+            freshen_connections(is_own=self._is_workers)
         durable: list[Attempt] = []
         completed: list[Attempt] = []
         failed: list[Attempt] = []
-        waiting: list[Delivery] = []
+        waiting: list[Attempt] = []
         for attempt in attempts:
             earlier = attempt.delivery.attempt
             if earlier is not None and earlier is not attempt:
                 attempt = _resolved(attempt, earlier)
             is_judged_now = attempt is not attempt.delivery.attempt
             if attempt.pause_seconds is not None and self._is_workers and is_judged_now:
-                # Leave the message in its place there if its time allows.
-                if failures.keeps_place(self._runtime, attempt):
-                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
-                if attempt.pause_seconds:
-                    self._on_pause(attempt)
+                self._pause(attempt)
             if attempt.ending is Ending.DEFERRED:
-                waiting.append(attempt.delivery)
+                waiting.append(attempt)
                 continue
             is_new = not attempt.is_recorded
             if is_new and attempt.ending is Ending.COMPLETED:
@@ -864,13 +892,32 @@ class Pipeline:
             else:
                 durable.append(attempt)
         deferred = self._finish(durable) if durable else []
-        if waiting:
-            deferred += self._defer(waiting)
         if completed:
             deferred += self._record_completions(completed)
         if failed:
             deferred += self._record_failures(failed)
+        if waiting:
+            deferred += self._put_off(waiting)
         return deferred
+
+    def _put_off(self, attempts: Sequence[Attempt]) -> list[Delivery]:
+        """Run those alone that have failed in a transaction with others, and defer the rest; return
+        the deferred."""
+        alone = [a.delivery for a in attempts if a.reason is Reason.ALONE]
+        others = [a.delivery for a in attempts if a.reason is not Reason.ALONE]
+        for delivery in alone:
+            delivery.is_limited = False  # its start was permitted, and has been counted
+            delivery.was_joined = True  # alone it stays, without the steps that it releases
+        deferred = self._defer(others) if others else []
+        return deferred + (self._run_one_by_one(alone, []) if alone else [])
+
+    def _pause(self, attempt: Attempt) -> None:
+        """Leave the message of an attempt that met an error that pauses in its place, if its time
+        allows, and pause its partition."""
+        if failures.keeps_place(self._runtime, attempt):
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
+        if attempt.pause_seconds:
+            self._on_pause(attempt)
 
     def _record_completions(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Make completions outside a transaction durable, and finish them. One that the database
@@ -1011,7 +1058,7 @@ class Pipeline:
                 # The state is committed; a hook cannot take it back.
                 facts = facts_of(attempt.delivery, attempt.number)
                 call = partial(handler.on_settled, attempt)
-                call_isolated(call, f"A hook failed: {handler.name}", facts)
+                call_watched(call, f"A hook failed: {handler.name}", facts)
             if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
                 _log_skipped(attempt)
             elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
@@ -1028,7 +1075,7 @@ class Pipeline:
             call_isolated(partial(listener, attempts), what, {})
         for attempt in attempts:
             for send in attempt.announcements:
-                call_isolated(send, "Signals of what a step has ended were not sent", {})
+                call_watched(send, "Signals of what a step has ended were not sent", {})
 
     def _defer(self, deliveries: list[Delivery], *, count_delivery: bool = False) -> list[Delivery]:
         """Release what comes up again, and return it.
@@ -1110,33 +1157,34 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
     """Send the signals of durable attempts."""
     if not any(signal.receivers for signal in _LISTENED):
         return
-    for attempt in attempts:
-        delivery, message, ending = attempt.delivery, attempt.delivery.message, attempt.ending
-        handler, number = message.type if message else "", {"attempt": attempt.number}
-        facts: dict[str, Any] = {
-            "job_id": (message.job_id or message.id) if message else None,
-            "unique_id": attempt.row.unique_id if attempt.row else None,
-            "queue": delivery.queue.name,
-            "handler": handler,
-        }
-        if delivery.deliveries > 1:
-            signals.job_stalled.send_robust(sender=handler, **number, **facts)
-        if ending is Ending.COMPLETED:
-            result = None if attempt.result is None else result_of(attempt)
-            facts |= {**number, "result": result, "seconds": attempt.seconds}
-        elif ending is Ending.RETRIED:
-            facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}
-            facts["seconds"] = attempt.seconds
-        elif ending is Ending.DEAD:
-            facts |= {**number, "error": attempt.error, "reason": str(attempt.reason)}
-        if ending in _SIGNALS:
-            _SIGNALS[ending].send_robust(sender=handler, **facts)
-        if ending is Ending.DEAD:
-            signals.message_dead_lettered.send_robust(
-                sender=handler,
-                dead_letter_id=attempt.dead_letter_id or None,
-                queue=facts["queue"],
-                handler=handler,
-                reason=facts["reason"],
-                error=attempt.error,
-            )
+    with watching():
+        for attempt in attempts:
+            delivery, message, ending = attempt.delivery, attempt.delivery.message, attempt.ending
+            handler, number = message.type if message else "", {"attempt": attempt.number}
+            facts: dict[str, Any] = {
+                "job_id": (message.job_id or message.id) if message else None,
+                "unique_id": attempt.row.unique_id if attempt.row else None,
+                "queue": delivery.queue.name,
+                "handler": handler,
+            }
+            if delivery.deliveries > 1:
+                signals.job_stalled.send_robust(sender=handler, **number, **facts)
+            if ending is Ending.COMPLETED:
+                result = None if attempt.result is None else result_of(attempt)
+                facts |= {**number, "result": result, "seconds": attempt.seconds}
+            elif ending is Ending.RETRIED:
+                facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}
+                facts["seconds"] = attempt.seconds
+            elif ending is Ending.DEAD:
+                facts |= {**number, "error": attempt.error, "reason": str(attempt.reason)}
+            if ending in _SIGNALS:
+                _SIGNALS[ending].send_robust(sender=handler, **facts)
+            if ending is Ending.DEAD:
+                signals.message_dead_lettered.send_robust(
+                    sender=handler,
+                    dead_letter_id=attempt.dead_letter_id or None,
+                    queue=facts["queue"],
+                    handler=handler,
+                    reason=facts["reason"],
+                    error=attempt.error,
+                )

@@ -20,7 +20,12 @@ from kjo_django import states
 from kjo_django.engine.admission import HeldBack, is_awaited, why_skip
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import recording
-from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
+from kjo_django.engine.handler.connections import (
+    answers,
+    begin_new_session,
+    drop_broken_connections,
+    is_busy,
+)
 from kjo_django.exceptions import PublishError
 from kjo_django.logs import get_logger
 from kjo_django.models import Job, transition
@@ -276,6 +281,8 @@ class OutageRetry:
         """
         if self._stopping is None:
             raise error
+        # What a handler has set in the session may be the reason.
+        begin_new_session(using)
         is_outage = isinstance(error, OUTAGES)
         # Not what somebody else's lock was in the way of: that passes, like an outage.
         is_refused = not is_outage or (

@@ -658,7 +658,7 @@ def topic_channel(topic: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _AfterCommit:
+class AfterCommit:
     """The wake-ups and signals of one transaction."""
 
     runtime: Runtime
@@ -680,12 +680,12 @@ def after_commit(runtime: Runtime, channel: str, enqueued: Iterable[dict[str, An
     :param runtime: that of the database with the transaction.
     """
     connection = transaction.get_connection(runtime.database)
-    after, is_new = _AfterCommit(runtime), True
+    after, is_new = AfterCommit(runtime), True
     if connection.in_atomic_block and connection.run_on_commit:
         savepoints, function, _robust = connection.run_on_commit[-1]
         last = getattr(function, "__self__", None)
         # Only an entry of the same savepoints shares this job's fate.
-        if isinstance(last, _AfterCommit) and savepoints == set(connection.savepoint_ids):
+        if isinstance(last, AfterCommit) and savepoints == set(connection.savepoint_ids):
             after, is_new = last, False
     after.channels.add(channel)
     if signals.job_enqueued.receivers:

@@ -141,6 +141,8 @@ class Store:
     committing: tuple[str, ...] = ()
     """Regular expressions for the first words of statements that the server ends a transaction for,
     without being asked to."""
+    changing: tuple[str, ...] = ()
+    """What ordinary queries contain, in small letters, that may change something in the session."""
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End the session of another thread's connection, which undoes its transaction.

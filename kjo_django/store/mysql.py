@@ -40,6 +40,7 @@ class MySqlStore(Store):
         *("rename", "repair", "revoke", r"set\s+password", "truncate", "uninstall"),
     )
     """It commits for them even if it refuses them then, which the driver does not note."""
+    changing = ("get_lock", ":=", "into @")
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)

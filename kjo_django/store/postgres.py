@@ -215,6 +215,7 @@ class PostgresStore(Store):
                 yield
 
     sends_several = True
+    changing = ("set_config", "advisory_lock", "into temp")
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End also a session whose server process is busy and does not see that its client is gone.

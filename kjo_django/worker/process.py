@@ -29,11 +29,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -383,10 +384,14 @@ class Worker:
 
     def _enter_thread(self) -> None:
         """Let this thread work with the worker's database, and its log records and database
-        sessions name the worker."""
+        sessions name the worker. All its jobs share the clients of caches: Django keeps these in
+        variables of the context, and each job has a copy."""
         set_database(self.runtime.database)
         worker_name.set(self.name)
         mark_sessions(self.leases.token)
+        for alias in caches:
+            with suppress(Exception):  # who uses a cache that cannot be made is told why
+                caches[alias]
 
     def _stop(self) -> bool:
         # Who would settle what still runs may be who has died.

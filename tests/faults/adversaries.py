@@ -1,5 +1,5 @@
 """Scenarios of adversaries beside innocent neighbours: handlers that end the transaction of their
-group, and logging that raises.
+group, or leave a session that nobody can use, and logging that raises.
 
 What a neighbour that ran before has written is committed with the guilty one's COMMIT, without the
 record that it has run. If its worker dies or loses its leases right then, it runs again: it may
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from django.db import connection
+from django.db import OperationalError, connection, transaction
 
 from kjo_django import job
-from tests.adversaries import COMMITS, UNDOES
+from tests.adversaries import COMMITS, SPOILS, UNDOES
 from tests.faults.boundary import Fault
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario
@@ -62,6 +62,44 @@ for _kind, _options in (("atomic", {}), ("database-only", {"database_only": True
         ("rolls-back", UNDOES, "rollback"),
     ):
         scenario(f"adversary-{_kind}-{_name}")(partial(_act, table=_table, way=_way, **_options))
+
+
+def _spoil(world: World, process: Process, way: str, **options: Any) -> None:
+    names = ("f1", "f2", GUILTY, "f4", "f5")
+    adversary = declare(world.kinds, SPOILS, way, max_attempts=2, **options)
+    for name in names:
+        is_many = not options.get("atomic", True)
+        world.enqueue(process, name, partial(adversary.enqueue, job=name), many=is_many)
+    process.work()
+    world.clock.advance(3)
+    process.work()
+
+
+for _kind, _options in (("atomic", {}), ("outside", {"atomic": False})):
+    scenario(f"adversary-{_kind}-spoils-its-session")(
+        partial(_spoil, way="temporary table", **_options)
+    )
+
+
+def _share(world: World, process: Process, **options: Any) -> None:
+    """Jobs of a handler that fails where another one has run in its transaction before."""
+
+    def work(job: str) -> None:
+        Entry.objects.create(job=job)
+        world.calls[job] += 1
+        if connection.run_on_commit:
+            raise OperationalError("deadlock detected")
+        transaction.on_commit(lambda: None)
+
+    world.never = "deadlock detected"
+    sharing = job(name="faults.adversary", queue=QUEUE, **options)(work)
+    for name in ("f1", "f2", "f3", "f4"):
+        world.enqueue(process, name, partial(sharing.enqueue, job=name))
+    process.work()
+
+
+for _kind, _options in (("atomic", {}), ("database-only", {"database_only": True})):
+    scenario(f"adversary-{_kind}-fails-beside-others")(partial(_share, **_options))
 
 
 class Raising(logging.Handler):

@@ -122,6 +122,8 @@ class World:
         self.is_mended = False
         """Whether handlers that fail until something is mended complete."""
         self.may_discard = False
+        self.never = ""
+        """A text that the error of no attempt may contain."""
         self.on_stop: Callable[[], None] = lambda: None
         self.relays_once = False
         """Whether the rival is a relay that publishes what is due and ends."""
@@ -312,6 +314,11 @@ class World:
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
         found += self._disorder(jobs, happened) + self._problems_of_others()
+        if self.never:
+            failures = JobFailure.objects.filter(error__contains=self.never)
+            found += [
+                f"An attempt of {failure.job_id} failed: {self.never}" for failure in failures
+            ]
         for row in Workflow.objects.exclude(state__in=OPEN_WORKFLOWS):
             signal = WORKFLOW_ENDS[WorkflowState(row.state)]
             is_excused = str(row.pk) in self.exempt or self.has_refused

@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from django.db import OperationalError
+from django.db import OperationalError, connection
 from django.dispatch import receiver
 
 from kjo_django import (
@@ -35,9 +35,11 @@ from kjo_django import (
     signals,
 )
 from kjo_django.exceptions import RateLimitExceededError
+from tests.adversaries import CHANGES, SPOILS
 from tests.items.models import Item
 from tests.ledger.models import Entry
 from tests.mixed.names import RUN, group, job_queue, topic
+from tests.mixed.plan import FOREVER
 from tests.mixed.trace import begun, identity_in, note
 
 MANY = 60
@@ -60,6 +62,13 @@ def misbehave(how: str) -> None:
         raise KeyboardInterrupt
     if how == "exit":
         raise SystemExit(3)
+    if how == "locked":
+        raise OperationalError("as asked")
+    if how == "changes":
+        change, _ = next(iter(CHANGES[connection.vendor].values()))
+        return change()
+    if how == "spoils":
+        return SPOILS[connection.vendor]["temporary table"]()
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # sleep: until the signal has come
@@ -70,6 +79,8 @@ def behave(name: str, fails: int = 0, how: str = "error", end: str = "complete")
     """Begin, and raise if this time is not the one that goes well."""
     if begun(name) <= fails:
         misbehave(how)
+        if fails == FOREVER:  # its session is not all that goes wrong
+            raise RuntimeError("as asked")
     if end == "refuse":
         raise PermanentError("as asked")
 

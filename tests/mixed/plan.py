@@ -34,11 +34,11 @@ KINDS: dict[str, int] = {
 }
 """Kinds of work and how often each is drawn."""
 HOWS: dict[str, tuple[str, ...]] = {
-    "write": ("error", "error", "retry", "interrupt", "exit"),
+    "write": ("error", "error", "retry", "interrupt", "exit", "locked", "changes", "spoils"),
     "keyed": ("error",),
-    "write_only": ("error", "interrupt"),
-    "write_outside": ("error", "retry", "interrupt", "exit"),
-    "write_async": ("error",),
+    "write_only": ("error", "interrupt", "locked", "changes", "spoils"),
+    "write_outside": ("error", "retry", "interrupt", "exit", "changes", "spoils"),
+    "write_async": ("error", "locked"),
     "write_async_outside": ("error",),
     "write_batch": ("error",),
     "task": ("error", "retry"),
@@ -49,7 +49,8 @@ HOWS: dict[str, tuple[str, ...]] = {
     "foreign": ("error",),
     "paused": ("pause",),
 }
-"""How a begin of each kind may go wrong before it goes well."""
+"""How a begin of each kind may go wrong before it goes well. One that only changes or spoils its
+session may go well at once."""
 RELAYED_BY_ALL = "relayed by all"
 """Of records for others: commands relay at the moment they are committed, beside the workers."""
 EXHAUSTED = 2

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
+from django.db.backends.signals import connection_created
 from django.utils import timezone
 
 from kjo_django import registry
@@ -530,7 +531,12 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
             "SELECT id FROM kjo_job FOR UPDATE",
         ],
     }[real_database]
-    connection.cursor().execute(short_patience)
+
+    def be_impatient(connection, **others):
+        connection.cursor().execute(short_patience)
+
+    connection.close()
+    connection_created.connect(be_impatient)
     other = connection.copy()
 
     def note(number):
@@ -551,6 +557,7 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
     try:
         deferred = bench.run()
     finally:
+        connection_created.disconnect(be_impatient)
         other.close()
         connection.close()
     # Then

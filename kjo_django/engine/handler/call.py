@@ -19,7 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import Token
+from contextvars import Token, copy_context
 from functools import partial
 from typing import Any, cast
 
@@ -31,8 +31,10 @@ from django.utils.module_loading import import_string
 
 from kjo_django import tracing
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
+from kjo_django.engine.handler.connections import watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
+from kjo_django.enqueue.storing import AfterCommit
 from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
@@ -68,19 +70,33 @@ def is_interrupt(error: BaseException) -> bool:
     )
 
 
-def call_isolated(call: Callable[[], object], what: str, facts: Mapping[str, Any]) -> None:
-    """Call a hook or a callback, and log what it raises.
+def call_isolated(
+    call: Callable[[], object],
+    what: str,
+    facts: Mapping[str, Any],
+    around: AbstractContextManager[object] = _NOTHING,
+) -> None:
+    """Call a hook or a callback, and log what it raises. Context variables that it sets, such as
+    the active language, end with it.
 
     :param what: what has failed then.
     :param facts: for the log record.
+    :param around: is entered for the call.
     """
     try:
-        call()
+        with around:
+            copy_context().run(call)
     except BaseException as error:
         if is_interrupt(error):
             raise
         # Also what would end the process.
         logger.exception("%s", what, extra=facts)
+
+
+def call_watched(call: Callable[[], object], what: str, facts: Mapping[str, Any]) -> None:
+    """Call a hook or a callback of the project's; see ``call_isolated``. What it changes in a
+    session nobody is to find there."""
+    call_isolated(call, what, facts, watching())
 
 
 @contextmanager
@@ -111,7 +127,7 @@ def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[At
                 callbacks[start:] = [
                     (
                         sids,
-                        partial(call_isolated, call, f"An on_commit callback failed: {call!r}", {}),
+                        partial(call_watched, call, f"An on_commit callback failed: {call!r}", {}),
                         False,
                     )
                     for sids, call, _ in callbacks[start:]
@@ -180,11 +196,17 @@ def call_step(
     handler, runs, context = _prepare(runtime, step)
     if context is None:
         return None
-    began = time.perf_counter()
+    # Variables that the handler sets, such as the active language and time zone, are its own.
+    variables, connection = copy_context(), connections[runtime.database]
+    count, began = len(connection.run_on_commit), time.perf_counter()
     try:
         with around:
             call = chain(handler, watch, tracing.tracer, False, runtime.settings.middleware)
-            _note_results(handler, runs, began, call(context))
+            _note_results(handler, runs, began, variables.run(call, context))
+            registered: list[Any] = connection.run_on_commit
+            for number, (sids, callback, is_robust) in enumerate(registered[count:], count):
+                if not isinstance(getattr(callback, "__self__", None), AfterCommit):
+                    registered[number] = sids, partial(variables.run, callback), is_robust
     except BaseException as error:
         if is_interrupt(error):
             raise

@@ -16,16 +16,28 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
 from kjo_django.engine.attempt import Attempt
-from kjo_django.exceptions import TransactionEndedError
+from kjo_django.exceptions import (
+    JobCancelledError,
+    JobTimeoutError,
+    PausableError,
+    PermanentError,
+    Retry,
+    TransactionEndedError,
+)
 from kjo_django.logs import get_logger
 from kjo_django.store import Store, store_for
 from kjo_django.store.servers import drop, is_usable
+from kjo_django.store.session_changes import COMMENTS, changed, note_changes, notice, text_of_query
 
 logger = get_logger("kjo_django")
 
 
 def freshen_connections(
-    *, is_own: bool = False, outer: Mapping[str, int] | None = None, but: str = ""
+    *,
+    is_own: bool = False,
+    outer: Mapping[str, int] | None = None,
+    but: str = "",
+    may_close: bool = True,
 ) -> TransactionManagementError | None:
     """Close this thread's connections that are broken, left without autocommit or past their
     CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
@@ -36,6 +48,8 @@ def freshen_connections(
         with it what the thread commits from now on.
     :param outer: of other threads, the ``open_blocks`` that are somebody's; all, if not given.
     :param but: the database whose connection is left alone.
+    :param may_close: whether a session in which something is changed may be closed: nobody goes on
+        who relies on that.
     :returns: what to raise for the handler that ran last, if it has left a transaction that is now
         undone. Whatever the handler believes, that was never committed.
     """
@@ -57,6 +71,10 @@ def freshen_connections(
             continue
         elif getattr(connection.connection, "closed", False):
             connection.close()
+        elif connection in changed and may_close:
+            changed.discard(connection)
+            if is_own:
+                drop(connection)
         elif connection.errors_occurred and not is_usable(connection):
             drop(connection)
         else:
@@ -86,6 +104,22 @@ def _is_left_open(connection: BaseDatabaseWrapper, around: int, *, is_own: bool)
     if not is_own or not connection.autocommit:
         return False
     return _transaction_state(connection) in (_OPEN, _UNUSABLE)
+
+
+@contextmanager
+def watching(but: str = "") -> Iterator[None]:
+    """Notice what is changed in the sessions of this thread.
+
+    :param but: the database whose queries somebody else looks at.
+    """
+    watched = [each for each in connections.all() if each.alias != but]
+    for connection in watched:
+        connection.execute_wrappers.append(notice)
+    try:
+        yield
+    finally:
+        for connection in watched:
+            connection.execute_wrappers.remove(notice)
 
 
 def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
@@ -239,23 +273,62 @@ def is_busy(error: BaseException) -> bool:
     return getattr(cause, "sqlstate", None) in _BUSY_STATES or "is locked" in str(error)
 
 
+def is_repeatable(error: BaseException | None) -> bool:
+    """Return whether the database has chosen a transaction to fail for the sake of others, and says
+    that it may be repeated: a deadlock, a serialization failure."""
+    if isinstance(error, VERDICTS):
+        return False
+    while error is not None and not isinstance(error, DatabaseError):
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context
+    if error is None:
+        return False
+    number = error.args[0] if error.args else None
+    return number == _DEADLOCK or getattr(error.__cause__, "sqlstate", None) in _REPEATABLE_STATES
+
+
+VERDICTS = (PermanentError, Retry, PausableError, JobCancelledError, JobTimeoutError)
+"""By which a handler, or its time limit, says what becomes of the attempt."""
+_REPEATABLE_STATES = frozenset({"40001", "40P01"})
+"""Serialization failure, deadlock."""
+_DEADLOCK = 1213
+"""Of MariaDB and MySQL."""
 _BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
 """Serialization failure, deadlock, lock not available, statement ended by its time limit."""
 _BUSY_NUMBERS = frozenset({1205, 1213})
 """Of MariaDB and MySQL: lock not available, deadlock."""
 
 
+def is_of_database(error: BaseException | None, connection: BaseDatabaseWrapper) -> bool:
+    """Return whether an exception, its cause, its context or one of its group is an error of the
+    database, and no verdict of the handler about it."""
+    if isinstance(error, VERDICTS):
+        return False
+    driver: Any = connection
+    kinds, seen = (Error, driver.Database.Error), set[int]()
+    ahead = [error]
+    while ahead:
+        error = ahead.pop()
+        if error is None or id(error) in seen:
+            continue
+        if isinstance(error, kinds):
+            return True
+        seen.add(id(error))
+        ahead += [error.__cause__, None if error.__suppress_context__ else error.__context__]
+        ahead += getattr(error, "exceptions", ())
+    return False
+
+
 # --- Handlers that end the transaction of their group ---------------------------------------------
 
 _GUARD = "kjo_guard"
-_COMMENTS = r"(?:\s|--[^\n]*(?:\n|$)|#[^\n]*(?:\n|$)|/\*[^*]*\*+(?:[^/*][^*]*\*+)*/)*"
 _CONTROL = r"(?:commit|end|abort|begin|start|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b)"
 """Statements after which the session may be in a transaction again, though not in the same one:
 COMMIT AND CHAIN, BEGIN on MariaDB, a COMMIT amid others."""
-_FIRST_WORDS = re.compile(rf"{_COMMENTS}(\w+(?:\s+\w+)?)")
+_FIRST_WORDS = re.compile(rf"{COMMENTS}(\w+(?:\s+\w+)?)")
 
 
-_ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE"})
+_ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE", "SAVEPO", "RELEAS"})
 """How nearly all queries begin, so that no pattern is needed to tell what they are."""
 
 
@@ -267,26 +340,14 @@ def _control(committing: Sequence[str]) -> Callable[[str], object]:
     :param committing: patterns of others that end a transaction.
     """
     words = "|".join([_CONTROL, *committing])
-    first = re.compile(rf"{_COMMENTS}{words})\b", re.IGNORECASE).match
-    later = re.compile(rf";\s*{words})\b", re.IGNORECASE).search
+    first = re.compile(rf"{COMMENTS}{words})\b", re.IGNORECASE).match
+    later = re.compile(rf";{COMMENTS}{words})\b", re.IGNORECASE).search
     return lambda sql: first(sql) or later(sql)
 
 
 def _may_begin_another(committing: Sequence[str], sql: str) -> bool:
     """Return whether a query has such a statement."""
     return bool(_control(committing)(sql))
-
-
-def _text_of(sql: Any, cursor: Any) -> str:
-    """Return the text of a query: Django passes on what the driver takes.
-
-    :param cursor: the driver's own.
-    """
-    if isinstance(sql, str):
-        return sql
-    if isinstance(sql, bytes):
-        return sql.decode("utf-8", "replace")
-    return str(sql.as_string(cursor)) if hasattr(sql, "as_string") else str(sql)
 
 
 @dataclass(eq=False)
@@ -315,6 +376,8 @@ class TransactionGuard:
     """The attempts that were admitted in the transaction."""
     marked_at: datetime | None = None
     """The moment with which their markers were inserted."""
+    is_shared: bool = False
+    """Whether the handlers of several deliveries are called in the transaction."""
     calls: Sequence[Attempt] = ()
     """The attempts of the call that is being made, or was made last."""
     ran: list[Attempt] = field(default_factory=list)
@@ -330,6 +393,8 @@ class TransactionGuard:
     callbacks: list[tuple[Sequence[Attempt], list[Any], int]] = field(default_factory=list)
     """Of each call the list of ``on_commit`` callbacks as it began, and how many it had then. The
     list is another one after a roll-back or a close."""
+    has_changed: bool = False
+    """Whether a handler has changed something in the session that others are not to find there."""
     _is_asking: bool = False
 
     @contextmanager
@@ -365,7 +430,7 @@ class TransactionGuard:
         """
         if self.ended_by or not calls:
             return
-        found = _FIRST_WORDS.match(_text_of(sql, cursor))
+        found = _FIRST_WORDS.match(text_of_query(sql, cursor))
         self.ended_by, self.query = calls, found[1] if found else ""
         self.connection.needs_rollback = True
 
@@ -430,7 +495,13 @@ class TransactionGuard:
             raise not_pristine(self.connection)
         cursor, is_asked = context["cursor"].cursor, False
         if not isinstance(sql, str) or sql[:6] not in _ORDINARY or ";" in sql:
-            is_asked = _may_begin_another(self.store.committing, _text_of(sql, cursor))
+            text = text_of_query(sql, cursor)
+            is_asked = _may_begin_another(self.store.committing, text)
+            self.has_changed |= note_changes(self.connection, text)
+        elif self.store.changing:
+            lowered = sql.lower()
+            if any(part in lowered for part in self.store.changing):
+                self.has_changed |= note_changes(self.connection, sql)
         if is_asked:
             self._ask(f"SAVEPOINT {_GUARD}")
         try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from django.db import connections
 
@@ -28,13 +28,21 @@ from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
     TransactionGuard,
     freshen_connections,
+    is_of_database,
     open_blocks,
+    watching,
 )
+from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.recorder import EndedQueue
+from kjo_django.logs import get_logger
+from kjo_django.messages.serializers import one_line
 from kjo_django.models import EventKey
 from kjo_django.runtime import Runtime
+from kjo_django.store.session_changes import changed
+
+logger = get_logger("kjo_django")
 
 OVERRUN = 100
 """Times its budget a group may run before it ends with the handler that runs: what has completed is
@@ -102,35 +110,36 @@ class LaneRunner:
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
         steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
-        for number, step in enumerate(steps):
-            is_late = number > 0 and time.monotonic() >= until
-            for attempt in step:
-                if attempt.key in ended:
-                    _end_copy(attempt, ended[attempt.key])
-                elif attempt.ending is not None:
-                    continue
-                elif is_late or (held_back and held_back.covers(attempt.delivery)):
-                    attempt.ending = Ending.DEFERRED
-                    attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
-                elif number > 0:
-                    admission.end_expired(attempt)
-            calls = [attempt for attempt in step if attempt.ending is None]
-            if any(attempt.delivery.is_limited for attempt in calls):
-                self._defer_what_may_not_start(calls)
-            parts = [calls] if calls else []
-            for part in parts:
-                guard.calls = part
-                raised = self._call(part, savepoint or guard.pristine())
-                if raised is not None and not _goes_on(guard, savepoint):
-                    guard.unwanted = [each for each in part if each.abort_reason in UNWANTED]
-                    why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
-                    raise RolledBack(why, guard) from raised
-                guard.ran += [attempt for attempt in part if attempt.ending is not None]
-                # Of a batch that has failed, those that are not known to be to blame.
-                parts += [[attempt] for attempt in part if attempt.ending is None]
-            if len(steps) > 1:
-                held_back.after(step)
-                ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
+        with nullcontext() if outer is None else watching(but=using):
+            for number, step in enumerate(steps):
+                is_late = number > 0 and (guard.has_changed or time.monotonic() >= until)
+                for attempt in step:
+                    if attempt.key in ended:
+                        _end_copy(attempt, ended[attempt.key])
+                    elif attempt.ending is not None:
+                        continue
+                    elif is_late or (held_back and held_back.covers(attempt.delivery)):
+                        attempt.ending = Ending.DEFERRED
+                        attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
+                    elif number > 0:
+                        admission.end_expired(attempt)
+                calls = [attempt for attempt in step if attempt.ending is None]
+                if any(attempt.delivery.is_limited for attempt in calls):
+                    self._defer_what_may_not_start(calls)
+                parts = [calls] if calls else []
+                for part in parts:
+                    guard.calls = part
+                    raised = self._call(part, savepoint or guard.pristine(), guard)
+                    if raised is not None and not _goes_on(guard, savepoint):
+                        guard.unwanted = [each for each in part if each.abort_reason in UNWANTED]
+                        why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
+                        raise RolledBack(why, guard) from raised
+                    guard.ran += [attempt for attempt in part if attempt.ending is not None]
+                    # Of a batch that has failed, those that are not known to be to blame.
+                    parts += [[attempt] for attempt in part if attempt.ending is None]
+                if len(steps) > 1:
+                    held_back.after(step)
+                    ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
         if outer is not None:
             _freshen_others(outer, using)
 
@@ -195,28 +204,58 @@ class LaneRunner:
         outer = None if self._is_own else open_blocks()
         left = None
         try:
-            yield
+            with watching():
+                yield
         finally:
             left = freshen_connections(is_own=self._is_own, outer=outer)
         if left is not None:
             raise left
 
     def _call(
-        self, step: Sequence[Attempt], around: AbstractContextManager[object]
+        self,
+        step: Sequence[Attempt],
+        around: AbstractContextManager[object],
+        guard: TransactionGuard | None = None,
     ) -> BaseException | None:
         """Make one call, and judge how it ended; return what it raised. The attempts of a batch
-        that has failed have no ending then, but for those that are to blame or were aborted."""
+        that has failed have no ending then, but for those that are to blame or were aborted.
+
+        :param guard: of the transaction, where it is made in one.
+        """
+        if guard is not None and guard.has_changed:  # by another item of a batch that has failed
+            for attempt in step:
+                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.ALONE
+            return None
         raised = call_step(self._runtime, self._watch, step, around)
+        if guard is not None and changed:
+            mine = connections.all(initialized_only=True)
+            guard.has_changed |= any(connection in changed for connection in mine)
         ended = [attempt for attempt in step if raised is None or attempt.error is not None]
         if ended:
-            kind = step[0].delivery.kind
-            self._on_measure(kind, max(attempt.seconds for attempt in ended))
+            seconds = max(attempt.seconds for attempt in ended)
+            if guard is not None and guard.has_changed:
+                # Its group ends with it, so a group is not to have more than one of them.
+                seconds = max(seconds, self._runtime.settings.group_budget.total_seconds())
+            self._on_measure(step[0].delivery.kind, seconds)
         for attempt in ended:
             if attempt.error is None:
                 attempt.ending = Ending.COMPLETED
+            elif guard is not None and guard.is_shared and _may_complete_alone(attempt, guard):
+                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.ALONE
             else:
                 failures.judge(self._runtime, attempt)
         return raised
+
+
+def _may_complete_alone(attempt: Attempt, guard: TransactionGuard) -> bool:
+    """Return whether others in its transaction may be why an attempt has failed: by their locks,
+    their temporary tables, or the moment of the database's clock that all of them find."""
+    if attempt.abort_reason is not None or not is_of_database(attempt.error, guard.connection):
+        return False
+    why = "%s failed in the transaction of its group, and runs again alone: %s"
+    text = failures.error_text(attempt.error)
+    logger.info(why, attempt.delivery.kind, one_line(text), extra=facts_of(attempt.delivery))
+    return True
 
 
 def _freshen_others(outer: Mapping[str, int], using: str) -> None:
@@ -224,7 +263,7 @@ def _freshen_others(outer: Mapping[str, int], using: str) -> None:
 
     :raises TransactionManagementError: a transaction was left open, and so was undone.
     """
-    if left := freshen_connections(outer=outer, but=using):
+    if left := freshen_connections(outer=outer, but=using, may_close=False):
         raise left
 
 

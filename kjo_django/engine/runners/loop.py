@@ -32,6 +32,7 @@ from kjo_django.engine.recorder import EndedQueue, Recorder
 from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.store.servers import leave_retired
+from kjo_django.store.session_changes import changed, watch
 
 logger = get_logger("kjo_django")
 
@@ -115,6 +116,7 @@ class LoopRunner:
         # Of the thread that all of them share for their database calls.
         self._connections: list[BaseDatabaseWrapper] = []
         self._undone: list[Exception] = []
+        self._running = 0
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -211,8 +213,12 @@ class LoopRunner:
     async def _run_step(self, step: Sequence[Attempt]) -> None:
         began, undone = time.monotonic(), len(self._undone)
         try:
-            await acall_step(self._runtime, self._watch, step)
-            if may_be_left_open(self._connections):
+            self._running += 1
+            try:
+                await acall_step(self._runtime, self._watch, step)
+            finally:
+                self._running -= 1
+            if may_be_left_open(self._connections) or self._has_changed():
                 # In its turn: what another one is doing in a block of its own is left by then.
                 await sync_to_async(self._freshen)()
             if len(self._undone) > undone:
@@ -228,10 +234,17 @@ class LoopRunner:
         self._ended.put(began, step)
         self._recorder.watch(self._ended)
 
+    def _has_changed(self) -> bool:
+        """Return whether something is changed in the session that nobody relies on any more."""
+        return not self._running and any(each in changed for each in self._connections)
+
     def _freshen(self) -> None:
         """Put the connections in order; in the thread of the coroutines' database calls."""
         self._connections = [connections[alias] for alias in connections]
-        if left := freshen_connections(is_own=True):
+        for connection in self._connections:
+            watch(connection)
+        # Those that run share a session, and may rely on what they have set there.
+        if left := freshen_connections(is_own=True, may_close=not self._running):
             what = f"One of the coroutines that ran at the same time: {left}"
             self._undone.append(TransactionManagementError(what))
         # Coroutines may only read there: their jobs are recorded by another thread.

@@ -417,6 +417,40 @@ def test_a_transaction_left_open_on_another_database_fails_its_attempt(
     assert "later" in words()
 
 
+CHANGES = {
+    "sqlite": ("PRAGMA cache_size = 77", "PRAGMA cache_size"),
+    "postgresql": ("SET lock_timeout = 77000", "SHOW lock_timeout"),
+    "mysql": ("SET @tenant = 77", "SELECT @tenant"),
+}
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_what_a_handler_changes_in_a_session_of_another_database_no_other_finds_there(
+    bench, second_database, atomic
+):
+    # Given
+    change, question = CHANGES[connection.vendor]
+    found = []
+
+    def work() -> None:
+        with connections[second_database].cursor() as cursor:
+            cursor.execute(question)
+            found.append(cursor.fetchone())
+            cursor.execute(change)
+
+    changing = as_job(work, atomic=atomic)
+    for _ in range(3):
+        changing.enqueue()
+    # When
+    left = bench.run()
+    while left:
+        left = bench.run(left)
+    # Then
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert committed_states() == ["completed"] * 3
+
+
 @pytest.mark.django_db
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_drain_in_a_test_tells_of_it_too(settings, monkeypatch, atomic):
