@@ -268,8 +268,33 @@ def mysql(mysql_url: str, django_db_blocker: Any) -> Iterator[None]:
         yield
 
 
+SQLITE = pytest.param("sqlite_file", id="sqlite")
+POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
 MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb, id="mariadb")
 MYSQL = pytest.param("mysql", marks=pytest.mark.mysql, id="mysql")
+OF_VENDOR = {"sqlite": [SQLITE], "postgresql": [POSTGRES], "mysql": [MARIADB, MYSQL]}
+
+
+def every_way(table: dict[str, dict[str, Any]], *names: str) -> pytest.MarkDecorator:
+    """Run a test for each way to do something, on the databases that have it.
+
+    :param table: by vendor and name, what the test is given, a tuple where it has several names.
+    """
+    return pytest.mark.parametrize(
+        ("_database", *names),
+        [
+            pytest.param(
+                *database.values,
+                *(way if isinstance(way, tuple) else (way,)),
+                marks=database.marks,
+                id=f"{database.id}-{name}",
+            )
+            for vendor, ways in table.items()
+            for database in OF_VENDOR[vendor]
+            for name, way in ways.items()
+        ],
+        indirect=["_database"],
+    )
 
 
 @pytest.fixture(params=[MARIADB, MYSQL])

@@ -31,7 +31,7 @@ changed: WeakSet[BaseDatabaseWrapper] = WeakSet()
 in them beyond the transaction."""
 
 
-def _finder(words: str, functions: str = "") -> Callable[[str], object]:
+def finder(words: str, functions: str = "") -> Callable[[str], object]:
     """Return what finds statements by their first words, also amid others, and by functions.
 
     :param functions: a pattern whose alternatives each have one of ``_PARTS``.
@@ -57,18 +57,18 @@ _TEMPORARY = (
 )
 _POSTGRES = r"reset\b|discard\b|listen\b|unlisten\b|load\b|deallocate\b|prepare\s+(?!transaction\b)"
 _FUNCTIONS = r"\bpg_(?:try_)?advisory_lock|\binto\s+temp(?:orary)?\b"
-_MYSQL = _finder(
+_MYSQL = finder(
     r"set\s+(?!statement\b)|use\b|lock\b|flush\b|prepare\b|handler\b"
     r"|create\s+(?:or\s+replace\s+)?temporary\b",
     r"\bget_lock\s*\(|:=|\binto\s+@",
 )
-_SQLITE = _finder(
+_SQLITE = finder(
     rf"attach\b|detach\b|{_TEMPORARY}|pragma\s+[\w.]+\s*(?:=|\(\s*(?:-?\d|on|off|true|false))"
 )
 _CHANGES: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
     "postgresql": (
-        _finder(rf"set\b|{_POSTGRES}|{_TEMPORARY}", rf"\bset_config\s*\(|{_FUNCTIONS}"),
-        _finder(
+        finder(rf"set\b|{_POSTGRES}|{_TEMPORARY}", rf"\bset_config\s*\(|{_FUNCTIONS}"),
+        finder(
             rf"set\s+(?!(?:local|constraints|transaction)\b)|{_POSTGRES}"
             rf"|(?:{_TEMPORARY})(?![^;]*\bon\s+commit\s+drop\b)",
             rf"\bset_config\s*\((?![^()]*,\s*true\s*\))|{_FUNCTIONS}",

@@ -1,4 +1,4 @@
-"""What is sent to a database, and definitions that are forgotten."""
+"""What is sent to a database, definitions that are forgotten, a worker's settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from kjo_django import conf, registry
 from tests.declarations import forgetting
 from tests.faults.clock import Clock
+from tests.unit.deliveries import KJO, MEMORY
 
 
 @pytest.fixture
@@ -33,6 +34,26 @@ def forgotten_definitions() -> Iterator[None]:
     """Handlers, routes and queues that a test defines are forgotten after it."""
     with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
         yield
+
+
+@pytest.fixture
+def _database(request: pytest.FixtureRequest) -> None:
+    """The database a test names as its parameter; a file of SQLite's if it names none."""
+    request.getfixturevalue(getattr(request, "param", "sqlite_file"))
+
+
+@pytest.fixture
+def one_lane(settings: Any, _database: None, forgotten_definitions: None) -> None:
+    """Settings of workers that run one job or group after the other, and are quick to retry."""
+    settings.KJO = {
+        **KJO,
+        **MEMORY,
+        "CONCURRENCY": 1,
+        "POLL_INTERVAL": 0.2,
+        "HEARTBEAT_INTERVAL": 0.2,
+        "BACKOFF_BASE": 0.05,
+        "SHUTDOWN_GRACE": 5,
+    }
 
 
 @pytest.fixture

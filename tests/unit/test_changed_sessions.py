@@ -20,47 +20,15 @@ from kjo_django import BatchItem, signals
 from kjo_django.engine import admission
 from kjo_django.models import Job
 from tests.adversaries import CHANGES, asking, executing
-from tests.databases import MARIADB, MYSQL
-from tests.unit.deliveries import KJO, MEMORY, as_job
+from tests.databases import POSTGRES, SQLITE, every_way
+from tests.unit.deliveries import as_job
 from tests.unit.workers import Running
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.medium  # a worker's threads, on the databases that have sessions
+# a worker's threads, on the databases that have sessions
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("one_lane")]
 
-SQLITE = pytest.param("sqlite_file", id="sqlite")
-POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
-DATABASES = {"sqlite": [SQLITE], "postgresql": [POSTGRES], "mysql": [MARIADB, MYSQL]}
 TENANT: contextvars.ContextVar[str] = contextvars.ContextVar("TENANT", default="")
-
-
-@pytest.fixture
-def _database(request):
-    request.getfixturevalue(getattr(request, "param", "sqlite_file"))
-
-
-@pytest.fixture(autouse=True)
-def _configured(settings, _database, forgotten_definitions):
-    settings.KJO = {
-        **KJO,
-        **MEMORY,
-        "CONCURRENCY": 1,
-        "POLL_INTERVAL": 0.2,
-        "HEARTBEAT_INTERVAL": 0.2,
-        "BACKOFF_BASE": 0.05,
-        "SHUTDOWN_GRACE": 5,
-    }
-
-
-every_change = pytest.mark.parametrize(
-    ("_database", "change", "seen_of"),
-    [
-        pytest.param(*database.values, *each, marks=database.marks, id=f"{database.id}-{way}")
-        for vendor, ways in CHANGES.items()
-        for database in DATABASES[vendor]
-        for way, each in ways.items()
-    ],
-    indirect=["_database"],
-)
 
 
 def run_all(handler, count=6, *, together=True):
@@ -88,7 +56,7 @@ def states():
     return list(Job.objects.values_list("handler", "state", "attempts", "error"))
 
 
-@every_change
+@every_way(CHANGES, "change", "seen_of")
 @pytest.mark.parametrize("kind", ["atomic", "database-only", "outside", "coroutine"])
 def test_what_a_job_changes_in_its_session_the_next_one_does_not_find(kind, change, seen_of):
     """Later jobs of a group had its tenant, and all later ones of the lane its time zone."""

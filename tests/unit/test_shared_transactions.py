@@ -13,43 +13,21 @@ from kjo_django import BatchItem, PermanentError, Retry, chain, job
 from kjo_django.engine.group import REPEATS
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.models import DeadLetter, Job, JobFailure
+from tests.databases import MARIADB, POSTGRES, SQLITE, every_way
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, as_job, entries
+from tests.unit.deliveries import as_job, entries
 from tests.unit.workers import Running
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.medium  # a worker's threads, on the databases
+# a worker's threads, on the databases
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("one_lane")]
 
 every_database = pytest.mark.parametrize(
     "_database",
-    [
-        pytest.param("sqlite_file", id="sqlite"),
-        pytest.param("postgres", marks=pytest.mark.postgres, id="postgres"),
-        pytest.param("mariadb", marks=pytest.mark.mariadb, id="mariadb"),
-    ],
+    [SQLITE, POSTGRES, MARIADB],
     indirect=True,
 )
-on_postgres = pytest.mark.parametrize(
-    "_database", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True
-)
-
-
-@pytest.fixture
-def _database(request):
-    request.getfixturevalue(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _configured(settings, _database, forgotten_definitions):
-    settings.KJO = {
-        **KJO,
-        **MEMORY,
-        "CONCURRENCY": 1,
-        "POLL_INTERVAL": 0.2,
-        "HEARTBEAT_INTERVAL": 0.2,
-        "BACKOFF_BASE": 0.05,
-        "SHUTDOWN_GRACE": 5,
-    }
+on_postgres = pytest.mark.parametrize("_database", [POSTGRES], indirect=True)
 
 
 class Sharing:
@@ -266,14 +244,13 @@ def serialization_failure() -> None:
         cursor.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
 
 
-every_repeatable = pytest.mark.parametrize(
-    ("_database", "end"),
-    [
-        pytest.param("sqlite_file", deadlock, id="sqlite"),
-        pytest.param("mariadb", deadlock, marks=pytest.mark.mariadb, id="mariadb"),
-        pytest.param("postgres", serialization_failure, marks=pytest.mark.postgres, id="postgres"),
-    ],
-    indirect=["_database"],
+every_repeatable = every_way(
+    {
+        "sqlite": {"deadlock": deadlock},
+        "mysql": {"deadlock": deadlock},
+        "postgresql": {"serialization": serialization_failure},
+    },
+    "end",
 )
 
 

@@ -7,54 +7,31 @@ import pytest
 
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from tests.adversaries import SPOILS
-from tests.databases import MARIADB, MYSQL
+from tests.databases import every_way
 from tests.ledger.jobs import write
-from tests.unit.deliveries import KJO, MEMORY, as_job, entries
+from tests.unit.deliveries import as_job, entries
 from tests.unit.workers import Running
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.medium  # a worker's threads, on the databases that have sessions
-
-SQLITE = pytest.param("sqlite_file", id="sqlite")
-POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
-DATABASES = {"sqlite": [SQLITE], "postgresql": [POSTGRES], "mysql": [MARIADB, MYSQL]}
-
-
-@pytest.fixture
-def _database(request):
-    request.getfixturevalue(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _configured(settings, _database, forgotten_definitions):
-    settings.KJO = {
-        **KJO,
-        **MEMORY,
-        "CONCURRENCY": 1,
-        "POLL_INTERVAL": 0.2,
-        "HEARTBEAT_INTERVAL": 0.2,
-        "BACKOFF_BASE": 0.05,
-        "SHUTDOWN_GRACE": 5,
-    }
-
-
-every_way = pytest.mark.parametrize(
-    ("_database", "spoil"),
-    [
-        pytest.param(*database.values, spoil, marks=database.marks, id=f"{database.id}-{way}")
-        for vendor, ways in SPOILS.items()
-        for database in DATABASES[vendor]
-        for way, spoil in ways.items()
-    ],
-    indirect=["_database"],
-)
+# a worker's threads, on the databases that have sessions
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("one_lane")]
 
 
 def ended(count):
     return lambda: Job.objects.filter(state__in=["completed", "failed"]).count() == count
 
 
-@every_way
+def run_before_others(guilty):
+    """Let one lane run a job to its end, and then five others."""
+    with Running():
+        guilty.enqueue(job="guilty")
+        wait_until(ended(1), "the end of the guilty one", states)
+        for number in range(5):
+            write.enqueue(job=f"innocent {number}")
+        wait_until(ended(6), "the ends of those that come after it", states)
+
+
+@every_way(SPOILS, "spoil")
 def test_an_outside_job_that_leaves_a_spoilt_session_completes_and_costs_others_nothing(spoil):
     """It stayed queued with 0 attempts, and its lane ran nothing any more."""
 
@@ -63,13 +40,8 @@ def test_an_outside_job_that_leaves_a_spoilt_session_completes_and_costs_others_
         spoil()
 
     guilty = as_job(leave_spoilt, "sessions.guilty", atomic=False)
-    with Running():
-        # When
-        guilty.enqueue(job="guilty")
-        wait_until(ended(1), "the end of the guilty one", lambda: states())
-        for number in range(5):
-            write.enqueue(job=f"innocent {number}")
-        wait_until(ended(6), "the ends of those that come after it", lambda: states())
+    # When
+    run_before_others(guilty)
     # Then
     assert states() == {("sessions.guilty", "completed", 1): 1, ("ledger.write", "completed", 1): 5}
     assert entries() == {f"innocent {number}": 1 for number in range(5)}
@@ -85,7 +57,7 @@ def states():
     return found
 
 
-@every_way
+@every_way(SPOILS, "spoil")
 def test_the_attempts_of_an_atomic_job_that_spoils_its_session_count(spoil):
     """Its group was refused again and again."""
 
@@ -94,13 +66,8 @@ def test_the_attempts_of_an_atomic_job_that_spoils_its_session_count(spoil):
         spoil()
 
     guilty = as_job(leave_spoilt, "sessions.guilty", max_attempts=2)
-    with Running():
-        # When
-        guilty.enqueue(job="guilty")
-        wait_until(ended(1), "the end of the guilty one", lambda: states())
-        for number in range(5):
-            write.enqueue(job=f"innocent {number}")
-        wait_until(ended(6), "the ends of those that come after it", lambda: states())
+    # When
+    run_before_others(guilty)
     # Then
     assert states().pop(("ledger.write", "completed", 1)) == 5
     assert entries() == {f"innocent {number}": 1 for number in range(5)}

@@ -27,7 +27,14 @@ from kjo_django.exceptions import (
 from kjo_django.logs import get_logger
 from kjo_django.store import Store, store_for
 from kjo_django.store.servers import drop, is_usable
-from kjo_django.store.session_changes import COMMENTS, changed, note_changes, notice, text_of_query
+from kjo_django.store.session_changes import (
+    COMMENTS,
+    changed,
+    finder,
+    note_changes,
+    notice,
+    text_of_query,
+)
 
 logger = get_logger("kjo_django")
 
@@ -276,15 +283,33 @@ def is_busy(error: BaseException) -> bool:
 def is_repeatable(error: BaseException | None) -> bool:
     """Return whether the database has chosen a transaction to fail for the sake of others, and says
     that it may be repeated: a deadlock, a serialization failure."""
-    if isinstance(error, VERDICTS):
-        return False
-    while error is not None and not isinstance(error, DatabaseError):
-        context = None if error.__suppress_context__ else error.__context__
-        error = error.__cause__ or context
-    if error is None:
-        return False
-    number = error.args[0] if error.args else None
-    return number == _DEADLOCK or getattr(error.__cause__, "sqlstate", None) in _REPEATABLE_STATES
+    return any(
+        getattr(each, "sqlstate", None) in _REPEATABLE_STATES
+        or (isinstance(each, DatabaseError) and each.args[:1] == (_DEADLOCK,))
+        for each in _causes(error)
+    )
+
+
+def is_of_database(error: BaseException | None, connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a call has failed by an error of the database."""
+    driver: Any = connection
+    kinds = (Error, driver.Database.Error)
+    return any(isinstance(each, kinds) for each in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, its causes and contexts, and those of its group; nothing where it is a
+    verdict of the handler."""
+    seen = set[int]()
+    ahead = [] if isinstance(error, VERDICTS) else [error]
+    while ahead:
+        error = ahead.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        yield error
+        ahead += [error.__cause__, None if error.__suppress_context__ else error.__context__]
+        ahead += getattr(error, "exceptions", ())
 
 
 VERDICTS = (PermanentError, Retry, PausableError, JobCancelledError, JobTimeoutError)
@@ -297,26 +322,6 @@ _BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
 """Serialization failure, deadlock, lock not available, statement ended by its time limit."""
 _BUSY_NUMBERS = frozenset({1205, 1213})
 """Of MariaDB and MySQL: lock not available, deadlock."""
-
-
-def is_of_database(error: BaseException | None, connection: BaseDatabaseWrapper) -> bool:
-    """Return whether an exception, its cause, its context or one of its group is an error of the
-    database, and no verdict of the handler about it."""
-    if isinstance(error, VERDICTS):
-        return False
-    driver: Any = connection
-    kinds, seen = (Error, driver.Database.Error), set[int]()
-    ahead = [error]
-    while ahead:
-        error = ahead.pop()
-        if error is None or id(error) in seen:
-            continue
-        if isinstance(error, kinds):
-            return True
-        seen.add(id(error))
-        ahead += [error.__cause__, None if error.__suppress_context__ else error.__context__]
-        ahead += getattr(error, "exceptions", ())
-    return False
 
 
 # --- Handlers that end the transaction of their group ---------------------------------------------
@@ -334,15 +339,11 @@ _ORDINARY = frozenset({"SELECT", "INSERT", "UPDATE", "DELETE", "SAVEPO", "RELEAS
 
 @cache
 def _control(committing: Sequence[str]) -> Callable[[str], object]:
-    """Return what tells whether a query has such a statement: behind comments at its beginning, or
-    right behind a semicolon.
+    """Return what tells whether a query has such a statement.
 
     :param committing: patterns of others that end a transaction.
     """
-    words = "|".join([_CONTROL, *committing])
-    first = re.compile(rf"{COMMENTS}{words})\b", re.IGNORECASE).match
-    later = re.compile(rf";{COMMENTS}{words})\b", re.IGNORECASE).search
-    return lambda sql: first(sql) or later(sql)
+    return finder(rf"{'|'.join([_CONTROL, *committing])})\b")
 
 
 def _may_begin_another(committing: Sequence[str], sql: str) -> bool:

@@ -24,16 +24,13 @@ from kjo_django.operations import jobs as operations
 from kjo_django.store import store_for
 from kjo_django.testing import drain
 from tests.adversaries import COMMITS, NOTHING, UNDOES, UNSEEN, executing
-from tests.databases import MARIADB, MYSQL
+from tests.databases import MARIADB, MYSQL, POSTGRES, SQLITE, every_way
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, states
 from tests.unit.pipeline.bench import GOOD, settled
 from tests.waiting import PATIENCE, wait_until
 
-SQLITE = pytest.param("sqlite_file", id="sqlite")
-POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
-DATABASES = {"sqlite": [SQLITE], "postgresql": [POSTGRES], "mysql": [MARIADB, MYSQL]}
 every_database = pytest.mark.parametrize(
     "_database", [SQLITE, POSTGRES, MARIADB, MYSQL], indirect=True
 )
@@ -42,20 +39,6 @@ every_database = pytest.mark.parametrize(
 @pytest.fixture
 def _database(request):
     request.getfixturevalue(request.param)
-
-
-def every_way(table):
-    """Run a test for each way to end a transaction, on the databases that have it."""
-    return pytest.mark.parametrize(
-        ("_database", "end"),
-        [
-            pytest.param(*database.values, end, marks=database.marks, id=f"{database.id}-{way}")
-            for vendor, ways in table.items()
-            for database in DATABASES[vendor]
-            for way, end in ways.items()
-        ],
-        indirect=["_database"],
-    )
 
 
 def writing_and(end, *, after=None, raises=False):
@@ -102,7 +85,7 @@ def assert_only_the_guilty_has_failed(bench, innocent, guilty="bench.guilty"):
     assert settled(bench)
 
 
-@every_way(COMMITS)
+@every_way(COMMITS, "end")
 @pytest.mark.parametrize("before", [0, 6], ids=["first", "amid"])
 def test_each_innocent_job_of_a_group_that_a_handler_commits_runs_once(bench, end, before):
     """All thirteen stayed queued for ever: their markers, written first, said that they had run."""
@@ -117,7 +100,7 @@ def test_each_innocent_job_of_a_group_that_a_handler_commits_runs_once(bench, en
     assert sorted(bench.results, key=str) == [*[Ending.COMPLETED] * len(innocent), Ending.DEAD]
 
 
-@every_way(COMMITS)
+@every_way(COMMITS, "end")
 def test_so_does_each_of_a_group_without_savepoints(bench, end):
     # Given
     guilty = as_job(writing_and(end), "bench.guilty", database_only=True)
@@ -129,7 +112,7 @@ def test_so_does_each_of_a_group_without_savepoints(bench, end):
     assert_only_the_guilty_has_failed(bench, innocent)
 
 
-@every_way(COMMITS)
+@every_way(COMMITS, "end")
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises):
     # Given
@@ -141,7 +124,7 @@ def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises
     assert_only_the_guilty_has_failed(bench, innocent)
 
 
-@every_way(COMMITS)
+@every_way(COMMITS, "end")
 def test_alone_it_fails_in_the_same_way(bench, end):
     # Given
     as_job(writing_and(end), "bench.guilty", max_attempts=3).enqueue(job="guilty")
@@ -152,7 +135,7 @@ def test_alone_it_fails_in_the_same_way(bench, end):
     assert entries() == {"guilty": 1}
 
 
-@every_way(UNDOES)
+@every_way(UNDOES, "end")
 @pytest.mark.parametrize("is_database_only", [False, True], ids=["savepoints", "none"])
 def test_a_roll_back_by_a_handler_undoes_nobody_else(bench, end, is_database_only):
     # Given
@@ -258,7 +241,7 @@ def test_a_job_that_had_failed_before_keeps_its_failure_and_is_not_called_again(
     assert calls == ["failed"] * 2
 
 
-@every_way(COMMITS)
+@every_way(COMMITS, "end")
 def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench, end):
     """They have no row that could tell that they have not run."""
     # Given
