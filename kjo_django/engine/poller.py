@@ -61,8 +61,9 @@ class FetchPlan(NamedTuple):
     """As how many records they may count, where values are large."""
     full: frozenset[TopicPartition]
     """The partitions that have no room."""
-    may_be_urgent: bool
-    """Whether a few may be fetched of these that are more urgent than what fills them."""
+    urgent_above: Mapping[str, int]
+    """Of which topics that are full a few records may be fetched that are more urgent than what
+    waits here: those of a higher priority than this."""
 
 
 class Poller:
@@ -190,10 +191,9 @@ class Poller:
                 if outage is not None or self._has_error:
                     self._has_error = outage is not None
                     self._on_error(outage)
-            if plan.may_be_urgent:
-                topics = {partition.topic for partition in full}
+            if above := plan.urgent_above:
                 most_bytes = int(min(ANY_SIZE, URGENT_RECORDS * self._scheduler.record_bytes))
-                records += subscription.poll_urgent(topics, URGENT_RECORDS, max(1, most_bytes))
+                records += subscription.poll_urgent(above, URGENT_RECORDS, max(1, most_bytes))
             if records:
                 self.polled_count += len(records)
                 read = [self.read(record, subscription) for record in records]
@@ -346,8 +346,7 @@ class Poller:
             max_records,
             max(max_records, min(free, much)),
             full,
-            # What is less urgent would start before it. Else the next claim begins with it anyway.
-            bool(full) and free + much > 0 and self._scheduler.has_startable,
+            self._urgent_above({each.topic for each in full}) if free + much > 0 else {},
         )
         if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
@@ -371,6 +370,16 @@ class Poller:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
         return plan
+
+    def _urgent_above(self, full: Collection[str]) -> dict[str, int]:
+        """Return the lowest priority that waits here of each topic that is full, and of all topics
+        where none of its own waits: what is less urgent would start before what is not fetched.
+        Where nothing waits, the next claim begins with what is most urgent anyway."""
+        if not self._transport.capabilities.priority or not full:
+            return {}
+        least = self._scheduler.least_priorities()
+        lowest = min(least.values(), default=0)
+        return {topic: least.get(topic, lowest) for topic in full} if least else {}
 
     def _room_of_topics(self, subscription: Subscription) -> dict[str, int]:
         """Return how many records of each topic this worker could start soon, beside those it

@@ -746,11 +746,19 @@ class GroupScheduler:
                 room[queue] = soon - waiting if waiting <= soon / 2 else 0
             return room
 
-    @property
-    def has_startable(self) -> bool:
-        """Whether something waits for nothing but a lane."""
+    def least_priorities(self) -> dict[str, int]:
+        """Return the lowest priority of what waits for nothing but a lane of its queue, by topic;
+        coroutines may wait for others to end."""
+        least: dict[str, int] = {}
         with self._startable:
-            return any(map(self._may_start, self._ready))
+            for (queue, _, is_orphan, _), ready in self._ready.items():
+                if is_orphan or queue in self._paused:
+                    continue
+                for key in ready:
+                    for delivery in key.waiting[:1]:
+                        topic, priority = delivery.record.topic, delivery.record.priority
+                        least[topic] = min(priority, least.get(topic, priority))
+        return least
 
     def _startable_soon(self, queue: str, now: float) -> int:
         """Return how many deliveries of a queue lanes could start soon: as many as they have taken

@@ -171,10 +171,10 @@ class Subscription(abc.ABC):
         """
 
     def poll_urgent(
-        self, topics: Collection[str], max_records: int, max_bytes: int = ANY_SIZE
+        self, above: Mapping[str, int], max_records: int, max_bytes: int = ANY_SIZE
     ) -> list[Record]:
         """Return up to ``max_records`` records of these topics, paused or not, that have a higher
-        priority than what was handed out of them last; at once, a few times a second at most.
+        priority than this, by topic; at once, a few times a second at most.
 
         For topics that are paused because their consumer holds enough. Default: none, as where
         ``capabilities.priority`` is not declared.

@@ -224,20 +224,22 @@ def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
     assert len(subscription.poll(10, 1)) == 10
     subscription.pause([TopicPartition("t", 0)])
     subscription.limit({"t": 0})
-    assert subscription.poll_urgent(["t"], 8) == []
+    assert subscription.poll_urgent({"t": -5}, 8) == []
     # When
     publish(transport, "n0")
     publish(transport, *[f"u{number}" for number in range(10)], priority=50)
     # Then at most so many come, at most a few times a second
-    assert subscription.poll_urgent(["t"], 8) == []
+    assert subscription.poll_urgent({"t": -5}, 8) == []
     clock.advance(1.1 * URGENT_INTERVAL)
-    first = subscription.poll_urgent(["t"], 8)
+    first = subscription.poll_urgent({"t": -5}, 8)
     assert texts(first) == [f"u{number}" for number in range(8)]
     clock.advance(0.9 * URGENT_INTERVAL)
-    assert subscription.poll_urgent(["t"], 8) == []
+    assert subscription.poll_urgent({"t": -5}, 8) == []
     clock.advance(0.2 * URGENT_INTERVAL)
-    second = subscription.poll_urgent(["t"], 8)
+    second = subscription.poll_urgent({"t": -5}, 8)
     assert texts(second) == ["u8", "u9", "n0"]
+    clock.advance(1.1 * URGENT_INTERVAL)
+    assert subscription.poll_urgent({"t": -5}, 8) == [], "no lower priority than that"
     # And they are held and acknowledged like all others
     subscription.acknowledge(first + second)
     subscription.flush()

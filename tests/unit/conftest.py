@@ -44,11 +44,13 @@ def _database(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def one_lane(settings: Any, _database: None, forgotten_definitions: None) -> None:
-    """Settings of workers that run one job or group after the other, and are quick to retry."""
+    """Settings of workers that run one job or group after the other, and are quick to retry. Jobs
+    of a handler that has run share their groups, however slow the machine is."""
     settings.KJO = {
         **KJO,
         **MEMORY,
         "CONCURRENCY": 1,
+        "GROUP_BUDGET": 60,
         "POLL_INTERVAL": 0.2,
         "HEARTBEAT_INTERVAL": 0.2,
         "BACKOFF_BASE": 0.05,

@@ -7,6 +7,7 @@ In the small tier: the scheduler alone, its clock goes on when a test says so.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -196,7 +197,7 @@ def test_what_no_lane_can_start_soon_goes_back_when_it_has_waited_for_long():
     lanes.on_discarded = given.extend
     assert set(lanes.take_stuck(OURS, QUEUES)) == set(waiting) == set(given)
     assert lanes.waiting == 0
-    assert not lanes.has_startable, "it would fetch what is more urgent"
+    assert not lanes.least_priorities(), "it would fetch what is more urgent"
     assert lanes.load_of(OURS)[0] == {TopicPartition("long", 0): 1}, "the one that runs"
 
 
@@ -345,8 +346,14 @@ def test_no_more_of_a_key_is_fetched_than_its_queue_could_start_soon():
 
 def test_what_is_more_urgent_is_fetched_only_beside_what_could_start():
     lanes, _ = scheduler(1)
-    assert not lanes.has_startable
+    lanes.set_limits({"q": QueueLimit(1, 1)})
+    busy(lanes, 1)
+    assert lanes.least_priorities() == {}
     lanes.put(deliveries(1))
-    assert lanes.has_startable
+    assert lanes.least_priorities() == {"q": 0}, "the lanes of its queue are all busy"
+    low, other = deliveries(1), deliveries(1, queue="r")
+    low[0].record = replace(low[0].record, priority=-5)
+    lanes.put(low + other)
+    assert lanes.least_priorities() == {"q": -5, "r": 0}
     lanes.set_paused(["q"])
-    assert not lanes.has_startable
+    assert lanes.least_priorities() == {"r": 0}

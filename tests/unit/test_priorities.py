@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -14,13 +15,15 @@ from django.core.checks import run_checks
 
 from kjo_django import PermanentError, job, registry
 from kjo_django.conf import get_settings
+from kjo_django.engine import scheduler
+from kjo_django.engine.poller import Poller
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, TransportMessage
 from kjo_django.operations import dead_letters
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import health, status
 from kjo_django.outbox.relay import Relay
-from kjo_django.runtime import get_transport
+from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, MEMORY
@@ -333,23 +336,62 @@ beside_a_backlog = pytest.mark.parametrize(
 
 
 @beside_a_backlog
-def test_an_urgent_job_is_fetched_and_begins_before_a_backlog(configure, transport, priorities):
-    # Given a worker that is full of low jobs
+def test_an_urgent_job_is_fetched_and_begins_before_a_backlog(
+    configure, transport, priorities, monkeypatch
+):
+    # Given a worker that is full of low jobs, for which lanes that are busy are so since just now:
+    # one whose lanes are busy for long fetches nothing until one of them is free
+    monkeypatch.setattr(scheduler, "AHEAD", math.inf)
+    monkeypatch.setattr(scheduler, "STUCK_AFTER", math.inf)
     configure(transport, priorities, MAX_OUTSTANDING=400, GROUP_SIZE=1)
     mail = Mail(["mail", "other"], release=Turns())
     low = [{"name": f"low {n}", "waits": 3600} for n in range(BACKLOG)]
     mail.job.using(priority=-5).enqueue_many(low)
     with mail:
-        mail.wait_for_count(1)
+        mail.wait_for_count(2)  # each of its lanes has one
         for number in range(5):
             # When
             urgent = mail.job.using(priority=60).enqueue(name=f"urgent {number}")
-            # Busy for long, it gives back what waits, and then fetches the most urgent first.
-            mail.wait_until_it_holds(f"urgent {number}", or_nothing=True)
+            mail.wait_until_it_holds(f"urgent {number}")
             # Its relay, too, is done with it: it would be deferred where that writes meanwhile.
             wait_until(lambda id=urgent.job_id: Job.objects.get(pk=id).state != "pending")
             # Then it is the next, but for the share of the low ones, which do not starve
             assert mail.turns_until(f"urgent {number}") <= 4
+
+
+def test_an_urgent_job_is_fetched_beside_low_ones_though_the_last_fetched_was_as_urgent(configure):
+    """It was compared with what had been fetched last: the worker was full of low jobs, and took
+    it for no more urgent than those."""
+    # Given a worker of two lanes that hold low jobs, with low and urgent ones that wait
+    configure("database", 1)
+    mail = get_settings().queue("mail")
+    lanes = scheduler.GroupScheduler(2, group_size=1, budget=1)
+    transport = get_transport()
+    poller = Poller(
+        current_runtime(), transport, mail.consumer_group, [mail], lanes, max_outstanding=400
+    )
+
+    def publish(count: int, priority: int) -> None:
+        headers = {names.ID: b"1", names.TYPE: b"tests.any"}
+        record = OutgoingRecord(mail.topic, b"{}", None, headers, priority=priority)
+        assert all(answer.error is None for answer in transport.publish([record] * count))
+
+    poller.step()
+    publish(20, -5)
+    poller.step()
+    assert lanes.waiting == 4
+    assert lanes.take(0)
+    assert lanes.take(0)
+    publish(2, 60)
+    poller.step()
+    assert lanes.least_priorities() == {mail.topic: -5}
+    assert lanes.waiting == 4
+    # When
+    publish(1, 60)
+    wait_until(lambda: poller.step() or lanes.waiting > 4)
+    # Then
+    assert lanes.waiting == 5
+    poller.close()
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 from django.db import OperationalError, connection, transaction
 
 from kjo_django import BatchItem, PermanentError, Retry, chain, job
+from kjo_django.engine import scheduler
 from kjo_django.engine.group import REPEATS
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.models import DeadLetter, Job, JobFailure
@@ -158,7 +160,7 @@ def test_the_steps_of_a_chain_that_fail_in_one_transaction_run_alone_one_after_t
 
     steps = as_job(step, "chained", database_only=True, max_attempts=1)
     with Running():
-        for _ in range(40):  # a handler that is known to be quick
+        for _ in range(40):  # a handler of which is known how long it takes
             steps.enqueue(number=-1)
         wait_until(have_ended, "their ends")
         depths.clear()
@@ -349,9 +351,10 @@ def test_it_is_repeated_a_bounded_number_of_times(end):
 
 
 @on_postgres
-def test_a_job_that_locks_one_row_is_not_lost_to_a_deadlock_of_its_group(settings):
+def test_a_job_that_locks_one_row_is_not_lost_to_a_deadlock_of_its_group(settings, monkeypatch):
     """Alone it cannot be in a deadlock: the other lock is one that its group holds."""
     # Given two groups each of which is about to lock the row that the other one has locked
+    monkeypatch.setattr(scheduler, "WORTH_A_LANE", math.inf)  # the jobs of a queue stay together
     settings.KJO = {**settings.KJO, "CONCURRENCY": 2, "QUEUES": {"ledger": {}, "other": {}}}
     for row in ("left", "right"):
         Entry.objects.create(job=row)
@@ -367,7 +370,7 @@ def test_a_job_that_locks_one_row_is_not_lost_to_a_deadlock_of_its_group(setting
     locks = as_job(lock, "locks", max_attempts=1)
     groups = {"ledger": ("left", "right"), "other": ("right", "left")}
     with Running(groups):
-        for _ in range(40):  # a handler that is known to be quick shares its group
+        for _ in range(40):  # a handler of which is known how long it takes shares its group
             locks.enqueue(row="")
         wait_until(have_ended, "their ends")
         calls.clear()

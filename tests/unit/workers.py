@@ -120,18 +120,12 @@ class Noting(Running):
 
         scheduler.put = note  # type: ignore[method-assign]
 
-    def wait_until_it_holds(self, name: str, *, or_nothing: bool = False) -> None:
-        """Wait until it has fetched a job, which its lanes may start from then on.
-
-        :param or_nothing: it may also have given back all that it had fetched and not started.
-        """
-
-        def is_held() -> bool:
-            if or_nothing and not self.worker.scheduler.waiting:
-                return True
-            return any(f'"{name}"'.encode() in value for value in self._fetched)
-
-        wait_until(is_held, name)
+    def wait_until_it_holds(self, name: str) -> None:
+        """Wait until it has fetched a job, which its lanes may start from then on."""
+        wait_until(
+            lambda: any(f'"{name}"'.encode() in value for value in self._fetched),
+            f"the fetch of {name}",
+        )
 
     def turns_until(self, name: str) -> int:
         """Let one job after the other go on until this one has begun; return how many others have

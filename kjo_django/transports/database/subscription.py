@@ -116,8 +116,6 @@ class DatabaseSubscription(LeasedSubscription):
         self._most: Mapping[str, int] = {}
         """Most records of a claim, by topic."""
         self._claim_count = 0
-        self._last_rank: dict[str, int] = {}
-        """The rank of the last row claimed, by topic."""
         self._fair: dict[str, tuple[int, int]] = {}
         """Of topics with a backlog: the claim that next begins with a lower priority, and after
         which rank."""
@@ -203,19 +201,18 @@ class DatabaseSubscription(LeasedSubscription):
         return records
 
     def poll_urgent(
-        self, topics: Collection[str], max_records: int, max_bytes: int = ANY_SIZE
+        self, above: Mapping[str, int], max_records: int, max_bytes: int = ANY_SIZE
     ) -> list[Record]:
-        """Claim rows of a lower rank than the last one claimed, where there are any."""
+        """Claim rows of a higher priority, where there are any."""
         if self._is_closed or self._clock.monotonic() < max(self._urgent_at, self._retry_at):
             return []
         self._urgent_at = self._clock.monotonic() + URGENT_INTERVAL
-        ranks = {topic: self._last_rank.get(topic, 0) for topic in topics}
         now = self._clock.now()
         try:
             below = {
-                topic: rank
-                for topic, rank in ranks.items()
-                if self._due_rows(topic, now).filter(rank__lt=rank).exists()
+                topic: -priority
+                for topic, priority in above.items()
+                if self._due_rows(topic, now).filter(rank__lt=-priority).exists()
             }
             return self._new(self._claim(max_records, max_bytes, below)) if below else []
         except OUTAGES as error:
@@ -429,8 +426,6 @@ class DatabaseSubscription(LeasedSubscription):
             self._fair[topic] = self._claim_count + pause, rows[-1][_RANK]
         else:
             self._fair.setdefault(topic, (self._claim_count + FAIR_EVERY, rows[-1][_RANK]))
-        if rows and begin is None:
-            self._last_rank[topic] = rows[-1][_RANK]
 
     def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
         """Return the rows this consumer may claim now, in order: of the highest priority first.
