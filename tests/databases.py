@@ -268,6 +268,12 @@ def mysql(mysql_url: str, django_db_blocker: Any) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def _database(request: pytest.FixtureRequest) -> None:
+    """The database a test names as its parameter; a file of SQLite's if it names none."""
+    request.getfixturevalue(getattr(request, "param", "sqlite_file"))
+
+
 SQLITE = pytest.param("sqlite_file", id="sqlite")
 POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres, id="postgres")
 MARIADB = pytest.param("mariadb", marks=pytest.mark.mariadb, id="mariadb")

@@ -7,7 +7,7 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.auth import get_permission_codename
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
@@ -17,7 +17,7 @@ from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.conf import get_settings
 from kjo_django.models import ProcessedEvent, QueueControl, Worker
 from kjo_django.operations import queues, redaction
-from kjo_django.operations.actions import Subject
+from kjo_django.operations.actions import Action, Subject
 from kjo_django.operations.safe_text import inert
 from kjo_django.operations.workers import alive_within
 
@@ -41,13 +41,12 @@ class QueueControlAdmin(KjoAdmin):
     changeable = ("concurrency",)
     subject = Subject.QUEUES
 
-    # A queue nobody has touched has no row: looking shows it without one, a POST makes it.
+    # A queue nobody has touched has no row: it is shown without one, and an action makes it.
 
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+    def run_action(self, request: HttpRequest, action: Action, rows: QuerySet[Any]) -> None:
         """Include queues without a row in the rows of an action."""
-        if request.method == "POST" and self.has_view_permission(request):
-            queues.ensure_rows()
-        return super().changelist_view(request, extra_context)
+        queues.ensure_rows()
+        super().run_action(request, action, rows)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """List known queues without a row, too."""
@@ -62,8 +61,6 @@ class QueueControlAdmin(KjoAdmin):
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
         """Return a known queue without a row, too."""
-        if request.method == "POST":
-            queues.ensure_rows()
         found = super().get_object(request, object_id, from_field)
         if found is None:
             found = next((row for row in queues.untouched() if row.queue == object_id), None)

@@ -240,6 +240,12 @@ ENDPOINTS = [
 each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=str)
 
 
+def name_of(path: str) -> str | None:
+    """Return the name of an endpoint's address."""
+    address = "/kjo/" + path.partition("?")[0].replace("{", "").replace("}", "")
+    return get_resolver("tests.api.urls").resolve(address).url_name
+
+
 def nightly(name: str, **columns: Any) -> Schedule:
     payload = {"name": "Ada"}
     row = Schedule(name=name, job="tests.greet", payload=payload, every=60, **columns)
@@ -337,12 +343,7 @@ def test_a_user_who_was_deactivated_is_nobody(login: Login) -> None:
 
 
 def test_every_address_is_in_this_table() -> None:
-    tried = {
-        get_resolver("tests.api.urls")
-        .resolve("/kjo/" + endpoint.path.partition("?")[0].replace("{", "").replace("}", ""))
-        .url_name
-        for endpoint in ENDPOINTS
-    }
+    tried = {name_of(endpoint.path) for endpoint in ENDPOINTS}
     from kjo_django.api.urls import urlpatterns
 
     assert tried == {pattern.name for pattern in urlpatterns}

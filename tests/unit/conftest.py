@@ -37,12 +37,6 @@ def forgotten_definitions() -> Iterator[None]:
 
 
 @pytest.fixture
-def _database(request: pytest.FixtureRequest) -> None:
-    """The database a test names as its parameter; a file of SQLite's if it names none."""
-    request.getfixturevalue(getattr(request, "param", "sqlite_file"))
-
-
-@pytest.fixture
 def one_lane(settings: Any, _database: None, forgotten_definitions: None) -> None:
     """Settings of workers that run one job or group after the other, and are quick to retry. Jobs
     of a handler that has run share their groups, however slow the machine is."""
