@@ -346,7 +346,7 @@ class Poller:
             max_records,
             max(max_records, min(free, much)),
             full,
-            self._urgent_above({each.topic for each in full}) if free + much > 0 else {},
+            self._urgent_above({each.topic for each in full}) if full and free + much > 0 else {},
         )
         if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
@@ -375,7 +375,7 @@ class Poller:
         """Return the lowest priority that waits here of each topic that is full, and of all topics
         where none of its own waits: what is less urgent would start before what is not fetched.
         Where nothing waits, the next claim begins with what is most urgent anyway."""
-        if not self._transport.capabilities.priority or not full:
+        if not self._transport.capabilities.priority:
             return {}
         least = self._scheduler.least_priorities()
         lowest = min(least.values(), default=0)
