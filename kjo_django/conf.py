@@ -273,7 +273,8 @@ class Settings:
     error_recovery_delays: dict[str, Any] = option(
         mapping,
         {"rate_limit": 30, "network": 10, "database": 5, "default": 0},
-        "Least seconds before the next attempt, by class of error.",
+        "Least seconds before the next attempt, by class of error, of jobs without a back-off of "
+        "their own.",
     )
     pausable_errors: tuple[str, ...] = option(
         texts, (), "Import paths of further exceptions that pause a partition."

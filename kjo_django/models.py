@@ -4,7 +4,7 @@ queues, schedules, figures, and those of the database transport and the database
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,24 @@ from kjo_django.states import JobState, JobStatus, OnFailure, WorkflowState
 from kjo_django.timetables import Timetable
 
 AnyModel = TypeVar("AnyModel", bound=models.Model)
+
+
+class StoredModel(models.Model):
+    """A model whose rows, and columns left out at first, are read again from the database they came
+    from: a router may send other reads to a replica that does not have them yet."""
+
+    class Meta:
+        abstract = True
+
+    def refresh_from_db(
+        self,
+        using: str | None = None,
+        fields: Iterable[str] | None = None,
+        from_queryset: models.QuerySet[Any] | None = None,
+    ) -> None:
+        """Read the row again; Django does so for each column that was left out."""
+        super().refresh_from_db(using or self._state.db, fields, from_queryset)
+
 
 # --- Jobs -----------------------------------------------------------------------------------------
 
@@ -132,7 +150,7 @@ class JobQuerySet(models.QuerySet["Job"]):
 
 
 @partially_indexed
-class Job(models.Model):
+class Job(StoredModel):
     """A unit of work and its state; see ``kjo_django.states`` for the state machine.
 
     ``attempts`` counts executions begun whose outcome is recorded; ``generation`` grows with every
@@ -308,7 +326,7 @@ class Job(models.Model):
         return self.status_with(leased=False)
 
 
-class JobFailure(models.Model):
+class JobFailure(StoredModel):
     """One failed attempt of a job: what went wrong, and where."""
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
@@ -371,7 +389,7 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
 
 
 @partially_indexed
-class Workflow(models.Model):
+class Workflow(StoredModel):
     """Jobs that wait for one another. Whoever changes what waits for what holds this row locked."""
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
@@ -433,7 +451,7 @@ class Workflow(models.Model):
         return f"{self.name} {self.unique_id or self.id}"
 
 
-class WorkflowStage(models.Model):
+class WorkflowStage(StoredModel):
     """A node of a workflow's graph: steps of one handler that wait for the same steps, and that the
     same steps wait for. A step that has no such siblings is a stage of its own."""
 
@@ -466,7 +484,7 @@ class WorkflowStage(models.Model):
         return f"{self.handler} ({self.step_count})"
 
 
-class WorkflowEdge(models.Model):
+class WorkflowEdge(StoredModel):
     """A stage waits for another. It is released once, when all its edges are met."""
 
     id = models.BigAutoField(primary_key=True)
@@ -490,7 +508,7 @@ class WorkflowEdge(models.Model):
         return f"{self.required_id} -> {self.stage_id}"
 
 
-class WorkflowCount(models.Model):
+class WorkflowCount(StoredModel):
     """How the steps of a stage have ended. A large stage has several of these rows, so that the
     transactions that complete its steps seldom wait for each other."""
 
@@ -552,7 +570,7 @@ def fingerprint_of(handler: str, error_type: str, place: str) -> str:
 
 
 @partially_indexed
-class DeadLetter(models.Model):
+class DeadLetter(StoredModel):
     """A message as it was, why it failed, and what became of it."""
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
@@ -669,7 +687,7 @@ class LongNameIndex(models.Index):
     max_name_length = 63
 
 
-class ProcessedEvent(models.Model):
+class ProcessedEvent(StoredModel):
     """Event ``event_id`` of type ``event_type`` took effect for ``service_name``.
 
     Kept for longer than a redelivery or replay can take; ``kjo_prune`` removes older ones.
@@ -714,7 +732,7 @@ class ProcessedEvent(models.Model):
 # --- Workers and queues ---------------------------------------------------------------------------
 
 
-class Worker(models.Model):
+class Worker(StoredModel):
     """A process of ``kjo_consume`` or ``kjo_produce``; gone once its heartbeat is old."""
 
     class State(models.TextChoices):
@@ -778,7 +796,7 @@ class Worker(models.Model):
         return self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
 
 
-class QueueControl(models.Model):
+class QueueControl(StoredModel):
     """What an operator asked of a queue; running workers do so within two seconds.
 
     A queue without a row runs as configured.
@@ -823,7 +841,7 @@ class QueueControl(models.Model):
 
 
 @partially_indexed
-class Schedule(models.Model):
+class Schedule(StoredModel):
     """A job that is enqueued again and again: at the ticks of a cron expression or an interval, or
     once at a moment.
 
@@ -972,7 +990,7 @@ class Schedule(models.Model):
 # --- Limits ---------------------------------------------------------------------------------------
 
 
-class LimitControl(models.Model):
+class LimitControl(StoredModel):
     """What an operator asked of a limit; running workers do so within two seconds.
 
     ``name`` is ``queue:<queue>`` or ``job:<registered name>``. What is empty is as declared.
@@ -1016,7 +1034,7 @@ NEVER = datetime(8000, 1, 1, tzinfo=UTC)
 """When a job is due that is held."""
 
 
-class HeldJob(models.Model):
+class HeldJob(StoredModel):
     """A job that waits for a limit: the most urgent first, then in the order of arrival.
 
     Its message is settled; its row is not due until it is let go. A job that has started and was
@@ -1052,11 +1070,21 @@ class HeldJob(models.Model):
         return f"{self.job_id} {self.limit}"
 
 
+class _NoRows(models.Manager[Any]):
+    """Finds none, without a table to look into: `dumpdata` asks each model for its rows."""
+
+    def get_queryset(self) -> models.QuerySet[Any]:
+        return super().get_queryset().none()
+
+
 class Dashboard(models.Model):
     """The operations screen: an address in the admin and a permission, but no table."""
 
+    objects = _NoRows()
+
     class Meta:
         managed = False
+        base_manager_name = "objects"
         verbose_name = _("dashboard")
         verbose_name_plural = _("dashboard")
         default_permissions = ()
@@ -1075,7 +1103,7 @@ UPPER_MILLISECONDS = [2**n for n in range(BOUNDS - 1)]
 """The bounds themselves: what is bisected into them has the histogram's index."""
 
 
-class Figures(models.Model):
+class Figures(StoredModel):
     """What one worker did with one handler in some time; screens add them up.
 
     One row per worker keeps writers from waiting for each other.
@@ -1166,7 +1194,7 @@ class MetricRollup(Figures):
 # With Kafka and Redis configured these tables stay empty.
 
 
-class TransportSubscription(models.Model):
+class TransportSubscription(StoredModel):
     """A consumer group known to read a topic: each record published gets a row for it.
 
     The row is also what its consumers lock while they claim, so that records of one key are never
@@ -1192,7 +1220,7 @@ class TransportSubscription(models.Model):
 
 
 @partially_indexed
-class TransportMessage(models.Model):
+class TransportMessage(StoredModel):
     """A record waiting for one consumer group; deleted when acknowledged."""
 
     id = models.BigAutoField(primary_key=True)
@@ -1239,7 +1267,7 @@ class TransportMessage(models.Model):
         return f"{self.topic} {self.id}"
 
 
-class Lease(models.Model):
+class Lease(StoredModel):
     """A lease and the number of its deliveries, which outlives it."""
 
     name = models.CharField(max_length=255, primary_key=True)
@@ -1255,7 +1283,7 @@ class Lease(models.Model):
         return self.name
 
 
-class RateWindow(models.Model):
+class RateWindow(StoredModel):
     """The starts that a rate has counted lately."""
 
     name = models.CharField(max_length=255, primary_key=True)
@@ -1271,7 +1299,7 @@ class RateWindow(models.Model):
         return self.name
 
 
-class Mark(models.Model):
+class Mark(StoredModel):
     """A small value that expires."""
 
     name = models.CharField(max_length=255, primary_key=True)

@@ -267,7 +267,8 @@ class Decision:
 class RetryPolicy:
     """Decides whether and when to try again.
 
-    :param floors: least seconds before the next attempt by class of error.
+    :param floors: least seconds before the next attempt by class of error, where the handler has no
+        back-off of its own; how long an error that pauses does so.
     :param own: the handler's own back-off, in place of ``backoff``.
     :param retry_on: the only errors that are tried again, but for ``Retry`` and those that pause;
         none named: all.
@@ -302,8 +303,8 @@ class RetryPolicy:
         if isinstance(error, Retry) and isinstance(error.delay, timedelta):
             delay = min(max(error.delay, timedelta(0)), LONGEST_DELAY)
             return Decision(True, delay, None, "retry")
-        delay = min(max(self._delay_after(error, attempt), floor), LONGEST_DELAY)
-        return Decision(True, delay, pause, "retry")
+        delay = max(self._delay_after(error, attempt, floor), pause or timedelta(0))
+        return Decision(True, min(delay, LONGEST_DELAY), pause, "retry")
 
     def _gives_up(self, error: BaseException, treatment: str) -> bool:
         """Whether the handler's declaration forbids another attempt."""
@@ -314,12 +315,14 @@ class RetryPolicy:
         is_asked_for = treatment == "pause" or isinstance(error, Retry)
         return bool(self.retry_on) and not is_asked_for and not isinstance(error, self.retry_on)
 
-    def _delay_after(self, error: BaseException, attempt: int) -> timedelta:
-        """Return the back-off after an attempt; the default one where the handler's own raises, or
-        returns what is no delay."""
+    def _delay_after(self, error: BaseException, attempt: int, floor: timedelta) -> timedelta:
+        """Return the back-off after an attempt: the handler's own; the default one, at least the
+        floor, where it has none, or its own raises or returns what is no delay."""
         own = self.own
-        if own is None or isinstance(own, Backoff):
-            return (own or self.backoff).delay(attempt)
+        if isinstance(own, Backoff):
+            return own.delay(attempt)
+        if own is None:
+            return max(self.backoff.delay(attempt), floor)
         try:
             answer = own(attempt, error)
             try:
@@ -331,4 +334,4 @@ class RetryPolicy:
             logger.exception(note)
             with suppress(Exception):
                 error.add_note(note)
-            return self.backoff.delay(attempt)
+            return max(self.backoff.delay(attempt), floor)

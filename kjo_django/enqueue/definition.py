@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import repeat
 from typing import Any, Concatenate, Generic, Literal, Protocol, TypedDict, Unpack, overload
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import models, router, transaction
-from django.db.models.signals import post_save
+from django.db.models.signals import class_prepared, post_save
 from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.enqueue import unique
-from kjo_django.enqueue.handle import JobHandle, P, R, R_co
+from kjo_django.enqueue.handle import JobHandle, P, R, R_co, in_coroutine, in_coroutines
 from kjo_django.enqueue.storing import (
     check_payload_size,
     store,
@@ -225,9 +225,12 @@ class JobDefinition(Generic[P, R_co]):
         runtime = runtime_of(self.options.queue or self.handler.options.queue)
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
-        if self._unique is not None:
-            make_unique(self, row, payload)
-        return store([row], runtime=runtime)[0]
+        try:
+            if self._unique is not None:
+                make_unique(self, row, payload)
+            return store([row], runtime=runtime)[0]
+        except SynchronousOnlyOperation:
+            raise in_coroutine("enqueue", self.handler.example_of("aenqueue")) from None
 
     def step(self, /, **payload: Any) -> Step:
         """Return a step for a chain, a group or a workflow. It is checked when that is enqueued."""
@@ -237,6 +240,7 @@ class JobDefinition(Generic[P, R_co]):
         """``enqueue`` from asynchronous code."""
         return await sync_to_async(self.enqueue)(*arguments, **payload)
 
+    @in_coroutines("sync_to_async(job.enqueue_many)(payloads)")
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
     ) -> list[JobHandle[R_co]]:
@@ -668,6 +672,9 @@ def enqueue_on_save(
     its job are committed together or not at all. ``bulk_create`` and ``QuerySet.update`` send no
     signals, hence enqueue nothing.
 
+    An instance of a proxy of the model is one of the model. Models that inherit its fields have
+    rows of their own: they enqueue nothing, unless they are hooked as well.
+
     A save in another database than that of the job's queue raises ``ImproperlyConfigured`` and is
     rolled back: the two could not be committed together.
 
@@ -691,15 +698,18 @@ def enqueue_on_save(
         definition = job if id is None else job.using(id=id(instance))
         definition.enqueue(**payload(instance))
 
-    post_save.connect(
-        receiver,
-        sender=model,
-        weak=False,
-        # A module imported twice hooks once; two hooks of one job may differ in their functions.
-        dispatch_uid=":".join(
-            ["kjo_django", job.name, str(created), *map(_place, (payload, condition, id))]
-        ),
-    )
+    # A module imported twice hooks once; two hooks of one job may differ in their functions.
+    uid = ":".join(["kjo_django", job.name, str(created), *map(_place, (payload, condition, id))])
+
+    def connect(sender: type[models.Model], **kwargs: Any) -> None:
+        # Django sends the signal for the class of the instance: a proxy for itself.
+        is_same_table = sender._meta.concrete_model is model._meta.concrete_model
+        if is_same_table and issubclass(sender, model):
+            post_save.connect(receiver, sender=sender, weak=False, dispatch_uid=uid)
+
+    for known in _with_subclasses(model):
+        connect(known)
+    class_prepared.connect(connect, weak=False, dispatch_uid=f"{uid}:{model._meta.label}")
 
 
 save_hooks: list[tuple[type[models.Model], JobDefinition[..., Any]]] = []
@@ -717,6 +727,12 @@ def save_fault(model: type[models.Model], job: JobDefinition[..., Any], using: s
         f"both. Give the job a queue with KJO['QUEUES'][…]['database'] = {using!r}, or let a "
         f"router send the model to {jobs!r}."
     )
+
+
+def _with_subclasses(model: type[models.Model]) -> Iterator[type[models.Model]]:
+    yield model
+    for subclass in model.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def _place(function: Callable[..., Any] | None) -> str:

@@ -5,6 +5,7 @@ A handle is an id. It reads nothing until it is asked, and then the present stat
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from datetime import datetime
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 
 from kjo_django import states
 from kjo_django.enqueue.job_status import Progress, limits_awaited, progress_of, shown_states
@@ -33,6 +35,7 @@ from kjo_django.states import JobState, JobStatus
 
 P = ParamSpec("P")
 """The arguments of a handler, without the context."""
+Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 """What a handler returns, and what the handle of its job therefore gives."""
@@ -63,6 +66,34 @@ class JobSnapshot:
         return str(self.status) in states.FINAL
 
 
+def in_coroutine(method: str, line: str) -> SynchronousOnlyOperation:
+    """Return the error of a method that was called in a coroutine.
+
+    :param line: what to write there instead, behind ``await``.
+    """
+    return SynchronousOnlyOperation(
+        f"{method}() uses the database. In a coroutine write: await {line}"
+    )
+
+
+def in_coroutines(line: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
+    """Have a method that is called in a coroutine say what to write there instead."""
+
+    def decorate(method: Callable[Q, R]) -> Callable[Q, R]:
+        @functools.wraps(method)
+        def checked(*args: Q.args, **kwargs: Q.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except SynchronousOnlyOperation:
+                raise in_coroutine(method.__name__, line) from None
+
+        return checked
+
+    return decorate
+
+
+asked_in_coroutines = in_coroutines("handle.asnapshot(), astatus(), aprogress() or aresult()")
+
 _COLUMNS = (
     *(
         "state",
@@ -73,6 +104,7 @@ _COLUMNS = (
         "attempts",
         "error",
         "content_type",
+        "headers",
         "result",
     ),
     *("available_at", "lease_expires_at", "created_at", "finished_at", "result_expires_at"),
@@ -184,6 +216,7 @@ class JobHandle(Generic[R_co]):
         """Whether the enqueue that answered with this handle stored a job."""
         return self.answer == "queued"
 
+    @asked_in_coroutines
     def snapshot(self) -> JobSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such job: its
         transaction was rolled back, or its row was pruned."""
@@ -210,6 +243,7 @@ class JobHandle(Generic[R_co]):
         found = self.snapshot()
         return NO_RESULT if found is None else found.result  # type: ignore[no-any-return]
 
+    @in_coroutines("handle.await_()")
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """Return the job's result as soon as it has completed. The end is found by polling.
 

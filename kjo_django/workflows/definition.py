@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django import models
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, Step, new_job
+from kjo_django.enqueue.handle import in_coroutines
 from kjo_django.enqueue.storing import store, store_alike, too_large
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import storable_text
@@ -493,6 +494,7 @@ class Workflow:
         """
         return self.graph.add(step_of(job, payload), after, on_failure)
 
+    @in_coroutines("workflow.aenqueue()")
     def enqueue(self) -> WorkflowHandle:
         """Store the workflow and its steps in the caller's transaction, and return a handle.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from asgiref.sync import sync_to_async
 
 from kjo_django import models
+from kjo_django.enqueue.handle import asked_in_coroutines, in_coroutines
 from kjo_django.enqueue.job_status import Progress
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
@@ -65,12 +66,14 @@ class WorkflowHandle:
         """Whether the enqueue that answered with this handle stored a workflow."""
         return self.answer == "queued"
 
+    @asked_in_coroutines
     def snapshot(self) -> WorkflowSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such workflow."""
         with use_database(self._database()):
             return snapshot(self.workflow_id)
 
     @property
+    @asked_in_coroutines
     def status(self) -> WorkflowState | None:
         """The workflow's state, or None if there is no such workflow."""
         with use_database(self._database()):
@@ -88,6 +91,7 @@ class WorkflowHandle:
         return Progress(round(steps.percent, 1), f"{ended} of {steps.total} steps")
 
     @property
+    @asked_in_coroutines
     def result(self) -> Any:
         """The result of the last step of a completed workflow, a list where several steps are the
         last, or ``NO_RESULT``: it has not completed."""
@@ -95,6 +99,7 @@ class WorkflowHandle:
             row = self._row("state")
             return NO_RESULT if row is None else self._result_of(row)
 
+    @in_coroutines("handle.await_()")
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Return the workflow's result as soon as it has completed. Who commits the end notifies
         those who wait; where coordination cannot do that, the end is found by polling.

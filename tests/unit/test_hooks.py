@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from django.core import serializers
 from django.db import DatabaseError, connection, models, transaction
-from django.db.models.signals import post_save
+from django.db.models.signals import class_prepared, post_save
+from django.test.utils import isolate_apps
 from django.utils import timezone
 
 from kjo_django import enqueue_on_save
@@ -19,12 +22,28 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture(autouse=True)
 def _hooks_end_with_the_test():
     """Neither receivers nor the patched save outlive a test."""
-    receivers, save_base = list(post_save.receivers), Entry.__dict__.get("save_base")
+    signals = post_save, class_prepared
+    receivers = [list(signal.receivers) for signal in signals]
+    save_base = Entry.__dict__.get("save_base")
     yield
-    post_save.receivers = receivers
-    post_save.sender_receivers_cache.clear()
+    for signal, before in zip(signals, receivers, strict=True):
+        signal.receivers = before
+        signal.sender_receivers_cache.clear()
     if save_base is None and "save_base" in Entry.__dict__:
         del Entry.save_base
+
+
+@pytest.fixture
+def isolated_ledger():
+    """Models that a test makes are forgotten after it."""
+    with isolate_apps("tests.ledger"):
+        yield
+    Entry._meta._expire_cache()
+
+
+def subclass_of(model: type[models.Model], name: str, *, proxy: bool = False) -> Any:
+    meta = type("Meta", (), {"app_label": "ledger", "proxy": proxy})
+    return type(name, (model,), {"__module__": __name__, "Meta": meta})
 
 
 def hook(**options) -> None:
@@ -152,6 +171,48 @@ def test_in_a_transaction_of_the_caller_the_caller_decides():
         raise RuntimeError
     assert not Entry.objects.exists()
     assert jobs() == []
+
+
+def test_a_save_through_a_proxy_of_the_model_enqueues(isolated_ledger):
+    """It enqueued nothing, without a word."""
+    # Given one proxy that is there before the hook, and others that come later
+    early = subclass_of(Entry, "Early", proxy=True)
+    hook()
+    late = subclass_of(early, "Late", proxy=True)
+    # When
+    for number, model in enumerate((early, late, Entry)):
+        model.objects.create(job=str(number))
+    # Then
+    assert jobs() == ["of 0", "of 1", "of 2"]
+
+
+def test_the_hook_of_a_proxy_is_its_own(isolated_ledger):
+    proxy = subclass_of(Entry, "Proxy", proxy=True)
+    enqueue_on_save(proxy, no_op, payload=lambda entry: {})
+    Entry.objects.create(job="a")
+    assert not Job.objects.exists()
+    proxy.objects.create(job="b")
+    assert Job.objects.count() == 1
+
+
+def test_models_that_inherit_from_it_are_hooked_by_themselves(isolated_ledger):
+    # Given a child, and a proxy of that
+    child = subclass_of(Entry, "Child")
+    proxy = subclass_of(child, "ProxyOfChild", proxy=True)
+    with connection.schema_editor() as editor:
+        editor.create_model(child)
+    try:
+        hook()
+        # When, then
+        child.objects.create(job="a")
+        proxy.objects.create(job="b")
+        assert jobs() == []
+        enqueue_on_save(child, write, payload=lambda entry: {"job": f"of {entry.job}"})
+        proxy.objects.create(job="c")
+        assert jobs() == ["of c"]
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(child)
 
 
 def test_many_hooks_patch_the_model_once():

@@ -371,6 +371,36 @@ def test_each_form_of_a_jobs_back_off_gives_its_delays():
     assert delays(declared(backoff=0)) == [0] * 4
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"backoff": [1, 2, 3], "retry_on": ConnectionError}, [1, 2, 3, 3]),
+        ({"backoff": exponential(1, max=4, jitter=0)}, [1, 2, 4, 4]),
+        ({"backoff": lambda attempt, error: 1}, [1] * 4),
+        ({"backoff": 0}, [0] * 4),
+        ({"backoff": lambda attempt, error: None}, [10] * 4),
+        ({}, [10] * 4),
+    ],
+)
+def test_what_a_job_declares_goes_before_the_delay_of_the_class_of_error(
+    options, expected, settings
+):
+    """It waited 10 seconds each time."""
+    settings.KJO = {
+        **settings.KJO,
+        "BACKOFF_BASE": 1,
+        "BACKOFF_JITTER": 0,
+        "ERROR_RECOVERY_DELAYS": {"network": 10},
+    }
+    assert delays(declared(**options), error=ConnectionError("x")) == expected
+
+
+def test_a_job_whose_error_pauses_its_partition_waits_until_that_goes_on(settings):
+    settings.KJO = {**settings.KJO, "ERROR_RECOVERY_DELAYS": {"rate_limit": 10}}
+    error = RateLimitExceededError("x")
+    assert delays(declared(backoff=[1, 60]), error=error) == [10, 60, 60, 60]
+
+
 def test_a_function_of_the_error_knows_which_error_it_was():
     policy = declared(backoff=lambda attempt, error: timedelta(seconds=error.args[0]))
     assert delays(policy, 1, ValueError(7)) == [7]

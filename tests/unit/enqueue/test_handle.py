@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from kjo_django import JobHandle
+from kjo_django import JobHandle, chain
 from kjo_django.engine.handler.running import dump_progress
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import (
@@ -30,6 +31,7 @@ from kjo_django.operations.jobs import cancel_one
 from kjo_django.queue import NO_RESULT
 from kjo_django.runtime import get_coordination
 from kjo_django.testing import drain
+from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.factories import JobFactory
 from tests.ledger.jobs import give, refuse
 
@@ -189,6 +191,53 @@ def test_coroutines_ask_the_same_questions(real_database):
     status, *others = async_to_sync(ask)()
     assert status in ("pending", "queued")
     assert others == [None, NO_RESULT, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda handle: give.enqueue(value=1), "await aenqueue(value=…)"),
+        (lambda handle: give.enqueue_many([{"value": 1}]), "await sync_to_async(job.enqueue_many)"),
+        (lambda handle: chain(give.step(value=1)).enqueue(), "await workflow.aenqueue()"),
+        (lambda handle: handle.status, "astatus()"),
+        (lambda handle: handle.snapshot(), "await handle.asnapshot()"),
+        (lambda handle: handle.wait(), "await handle.await_()"),
+        (lambda handle: WorkflowHandle(handle.job_id).status, "astatus()"),
+        (lambda handle: WorkflowHandle(handle.job_id).wait(), "await handle.await_()"),
+    ],
+)
+def test_in_a_coroutine_it_says_what_to_write(call, line):
+    """Django's error does not name it."""
+    handle = give.enqueue(value=1)
+
+    async def ask() -> None:
+        call(handle)
+
+    with pytest.raises(SynchronousOnlyOperation) as raised:
+        async_to_sync(ask)()
+    assert line in str(raised.value)
+    assert Job.objects.count() == 1
+
+
+def test_a_router_that_reads_from_a_replica_is_not_asked(settings, django_assert_num_queries):
+    """A column that was not loaded was read from the replica, which did not have the job yet."""
+    handle = give.enqueue(value=1)
+    Job.objects.update(state="queued")
+    settings.DATABASE_ROUTERS = [Replica()]
+    assert handle.status == "queued"
+    with django_assert_num_queries(3):  # the job, leases and progress of coordination
+        handle.snapshot()
+    # Nor is it where a column is read later on purpose
+    job = Job.objects.using("default").defer("payload").get()
+    assert job.arguments == {"value": 1}
+    job.refresh_from_db()
+
+
+class Replica:
+    """Django's own example of a router."""
+
+    def db_for_read(self, model, **hints):
+        raise AssertionError(f"{model.__name__} is read from where a router says")
 
 
 def test_a_queue_leads_to_the_handle():
