@@ -41,7 +41,8 @@ MAX_ZONE = 64
 """Characters of the name of a time zone."""
 _WINDOWS = [timedelta(hours=2), timedelta(days=2), timedelta(days=40), timedelta(days=800)]
 """Times in which the latest ticks are looked for, before all of the time is looked through."""
-_INSTANT = timedelta(microseconds=1)
+INSTANT = timedelta(microseconds=1)
+"""What a tick is later than the latest moment before it."""
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Timetable:
         :param anchor: an earlier tick, from which intervals without a start are counted.
         """
         if self.starts_at is not None and moment < self.starts_at:
-            moment = self.starts_at - _INSTANT
+            moment = self.starts_at - INSTANT
         found = self._next_after(moment, anchor)
         if found is None or (self.ends_at is not None and found > self.ends_at):
             return None

@@ -28,7 +28,7 @@ from kjo_django.models import Job, Schedule
 from kjo_django.runtime import Runtime, database_of
 from kjo_django.schedules.declarations import in_order, synchronize
 from kjo_django.store.servers import mend_connection
-from kjo_django.timetables import Timetable
+from kjo_django.timetables import INSTANT, Timetable
 
 logger = get_logger("kjo_django")
 
@@ -69,6 +69,8 @@ class Ticker:
         self._runtime = runtime
         self._clock = runtime.clock
         self._synchronize_at = self._clock.monotonic() if synchronizes else float("inf")
+        self._has_followed_zone = False
+        """Whether it has looked if Django's ``TIME_ZONE`` is another one than the ticks are in."""
         self._blocked: dict[UUID, float] = {}
         """The schedules to leave alone, and until when."""
         self._failure_count = 0
@@ -120,6 +122,9 @@ class Ticker:
         # An error above is met again by the next step.
         self._synchronize_at = self._clock.monotonic() + SYNCHRONIZE_EVERY
         now = self._clock.now()
+        if not self._has_followed_zone:
+            self._follow_time_zone(now)
+            self._has_followed_zone = True
         for row in self._active().filter(last_at__gt=now + SET_BACK):
             try:
                 next_at = row.timetable.next_after(now)
@@ -131,6 +136,23 @@ class Ticker:
             self._active().filter(pk=row.pk, last_at=row.last_at).update(
                 next_at=next_at, last_at=None
             )
+
+    def _follow_time_zone(self, now: datetime) -> None:
+        """Move on the schedules in Django's ``TIME_ZONE`` whose next tick is none of that zone: it
+        was computed by a process that had another one."""
+        for row in self._active().filter(timezone="", next_at__gt=now).exclude(cron=""):
+            assert row.next_at is not None
+            try:
+                table = row.timetable
+                if table.next_after(row.next_at - INSTANT) == row.next_at:
+                    continue
+                next_at = table.next_after(max(now, row.last_at or now))
+            except Exception as error:
+                logger.error("The schedule %r cannot follow TIME_ZONE: %r", row.name, error)
+                continue
+            logger.warning("TIME_ZONE has changed: the schedule %r is due %s", row.name, next_at)
+            # Unless somebody else has moved it meanwhile.
+            self._active().filter(pk=row.pk, next_at=row.next_at).update(next_at=next_at)
 
     def _active(self) -> QuerySet[Schedule]:
         rows = Schedule.objects.using(self._runtime.database)

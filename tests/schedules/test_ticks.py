@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
+from datetime import UTC, timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
 from django.db import OperationalError
@@ -97,6 +98,37 @@ def test_a_look_that_fails_is_repeated_at_once_and_a_database_that_is_away_is_to
     monkeypatch.setattr(Ticker, "_store_due", fail)
     clock.advance(60)
     assert ticker.step() == LEAST_PAUSE
+
+
+def test_ticks_follow_the_time_zone_of_the_settings(clock, settings, caplog):
+    """The next tick came at the old zone's hour, and another one hours later; a yearly one was
+    wrong for a year."""
+    # Given schedules of the project's zone, of one of their own, and of intervals
+    settings.TIME_ZONE = "UTC"
+    scheduled("yearly", cron="0 3 1 1 *")
+    daily = scheduled("daily", cron="0 3 * * *")
+    kept = [
+        scheduled("own", cron="0 3 * * *", timezone="UTC"),
+        scheduled("interval", every=3600),
+        scheduled("moment", at=now() + minutes(5)),
+        scheduled("the same", cron="*/15 * * * *"),
+    ]
+    step()
+    # When a deploy changes it
+    settings.TIME_ZONE = "America/New_York"
+    ticker = step()
+    # Then
+    found = {row.name: row.next_at for row in Schedule.objects.all()}
+    assert found["daily"].astimezone(ZoneInfo("America/New_York")).hour == 3
+    assert found["yearly"].astimezone(ZoneInfo("America/New_York")).hour == 3
+    assert {row.name: found[row.name] for row in kept} == {row.name: row.next_at for row in kept}
+    assert caplog.text.count("TIME_ZONE has changed") == 2
+    # And the tick comes once
+    clock.advance((found["daily"] - now()).total_seconds())
+    step(ticker)
+    assert ticks_of("daily") == [found["daily"].astimezone(UTC).isoformat().replace("+00:00", "Z")]
+    daily.refresh_from_db()
+    assert daily.next_at - found["daily"] >= timedelta(hours=23)
 
 
 def test_two_workers_store_a_tick_once(clock):
