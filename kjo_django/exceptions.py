@@ -37,9 +37,13 @@ Configuration mistakes raise Django's own ``ImproperlyConfigured``.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
 
 
 class KjoError(Exception):
@@ -299,11 +303,23 @@ class CircuitBreakerOpenError(PausableError):
     """A circuit breaker keeps the handler from calling a failing service."""
 
 
-def text_of(error: BaseException) -> str:
-    """Return an error's text; its type's name where it has none, or raises when it is asked for:
-    code that reports an error must not fail because of it."""
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return whether somebody pressed Ctrl-C: Python raises that in the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and isinstance(error, KeyboardInterrupt)
+
+
+def asked(ask: Callable[[], T], otherwise: T) -> T:
+    """Return what an error of somebody else answers; ``otherwise`` where it raises, even what would
+    end the process: code that judges or reports an error must not fail because of it."""
     try:
-        text = str(error)
-    except Exception:
-        text = ""
-    return text or type(error).__name__
+        return ask()
+    except BaseException as raised:
+        if is_ctrl_c(raised):
+            raise
+        return otherwise
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text; its type's name where it has none, or raises when it is asked."""
+    return asked(lambda: str(error), "") or type(error).__name__

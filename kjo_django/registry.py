@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from asgiref.sync import iscoroutinefunction
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
@@ -17,7 +18,7 @@ from kjo_django.conf import QueueConf, ScheduleOptions, declared_queues, get_set
 from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
-from kjo_django.messages.serializers import JSON, Serializer, register_serializer
+from kjo_django.messages.serializers import JSON, Serializer, register_serializer, storable_text
 from kjo_django.retries import OwnBackoff
 from kjo_django.transports.base import Record
 from kjo_django.values import Rate, did_you_mean, listed
@@ -88,7 +89,8 @@ class Handler:
         self.options = options
         self.name: str = options.name
         """The registered name, ``<app>.<function>`` by default."""
-        self.is_async: bool = inspect.iscoroutinefunction(function)
+        # A callable object is one by its class.
+        self.is_async: bool = any(map(iscoroutinefunction, (function, type(function).__call__)))
         self._signature = inspect.signature(function)
         self._names: tuple[frozenset[str], frozenset[str]] | None = None
         """The names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
@@ -98,6 +100,12 @@ class Handler:
             self._check_batch_function()
             return
         parameters = list(self._signature.parameters.values())[1 if options.takes_context else 0 :]
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ImproperlyConfigured(
+                    f"The job {self.name}: its argument {parameter.name!r} can only be given by "
+                    "place, and a payload gives arguments by name. Leave out the '/'."
+                )
         named = [parameter for parameter in parameters if parameter.kind in _BY_NAME]
         names = [parameter.name for parameter in named]
         if named == parameters:
@@ -307,9 +315,11 @@ def register(handler: Handler, *, is_own: bool = False) -> None:
         raise ImproperlyConfigured(
             f"The job name {name!r} must have 1 to {MAX_TYPE_LENGTH} characters."
         )
+    if storable_text(name) != name:
+        raise ImproperlyConfigured(f"The job name {name!r} has a character no database keeps.")
     with _lock:
         functions = handler.function, _handlers.get(name, handler).function
-        ours, theirs = (f"{each.__module__}.{each.__qualname__}" for each in functions)
+        ours, theirs = map(_place_of, functions)
         if ours != theirs:
             raise ImproperlyConfigured(
                 f"Two jobs are named {name!r}: {theirs} and {ours}. Give one of them a name=…"
@@ -362,6 +372,17 @@ def consumed_queue_names() -> list[str]:
 
 def default_name(function: Callable[..., Any]) -> str:
     """Return ``<app label>.<function>``; the module stands in where no app contains it."""
+    name = getattr(function, "__name__", None)
+    if name is None:
+        raise ImproperlyConfigured(
+            f"{function!r:.100} has no name of its own, as a function has. Give it one: name='…'."
+        )
     config = apps.get_containing_app_config(function.__module__) if apps.apps_ready else None
     owner = config.label if config else function.__module__
-    return f"{owner}.{function.__name__}"
+    return f"{owner}.{name}"
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """Return where a function was written; of a callable object or a partial, its class."""
+    written = function if hasattr(function, "__qualname__") else type(function)
+    return f"{written.__module__}.{written.__qualname__}"

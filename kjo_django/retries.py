@@ -23,6 +23,7 @@ from kjo_django.exceptions import (
     PermanentError,
     Retry,
     StalledError,
+    is_ctrl_c,
 )
 from kjo_django.logs import get_logger
 from kjo_django.values import number, timedelta_of
@@ -204,7 +205,9 @@ def retry_after(
             value = timedelta(seconds=value)
         if isinstance(value, timedelta):
             return min(max(value, timedelta(0)), LONGEST_PAUSE)
-    except Exception as wrong:
+    except BaseException as wrong:
+        if is_ctrl_c(wrong):
+            raise
         # Whatever a service or a library put there, the error itself has to be judged.
         logger.debug("A Retry-After could not be read: %s", wrong)
     return None
@@ -329,7 +332,9 @@ class RetryPolicy:
                 return _delay(answer)
             except ValueError as wrong:
                 raise ValueError(f"It returned {answer!r:.80}; it must return {wrong}") from None
-        except Exception as wrong:
+        except BaseException as wrong:
+            if is_ctrl_c(wrong):
+                raise
             note = f"The job's own back-off failed, the default one was taken: {wrong!r:.300}"
             logger.exception(note)
             with suppress(Exception):

@@ -34,6 +34,8 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
+    asked,
+    is_ctrl_c,
     text_of,
 )
 from kjo_django.ids import uuid7
@@ -107,7 +109,9 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         limit = limit_of(runtime, delivery.queue.name, attempt.limit, attempt.number - 1)
         rules = policy(runtime, delivery.handler, delivery.queue.name)
         decision = rules.decide(error, attempt.number, limit, runtime.clock.now())
-    except Exception:
+    except BaseException as raised:
+        if is_ctrl_c(raised):
+            raise
         # The error has raised when it was looked at. If the attempt did not count, the job would
         # run for ever.
         logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
@@ -286,7 +290,7 @@ def log_failure(attempt: Attempt) -> None:
     which = facts["job_id"] or attempt.delivery.record.position
     where = f"(queue {facts['queue']}, attempt {attempt.number}) in {attempt.seconds:.3f} s"
     then = f": {attempt.reason}" if is_dead else f", again at {attempt.retry_at:%F %T} UTC"
-    why = f": {type(error).__name__}: {error_text(error)}" if error else ""
+    why = f": {type(error).__name__}: {error_text(error)}" if error is not None else ""
     # One line, whatever others wrote.
     line = one_line(f"{facts['handler']} {which} {where}{then}{why}".lstrip())
     facts["seconds"] = round(attempt.seconds, 6)
@@ -471,7 +475,7 @@ def _failure(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> JobFa
         generation=message.generation if message else 1,
         attempt=attempt.number,
         worker=worker[:255],
-        error_type=storable_text(import_path(type(error)), 255) if error else "",
+        error_type=type_text(error),
         error=error_text(error),
         code=code,
         details=details,
@@ -490,32 +494,37 @@ def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> st
     return "" if error is None else storable_text(text_of(error), limit)
 
 
+def type_text(error: BaseException | None) -> str:
+    """Return the import path of an error's type."""
+    return "" if error is None else storable_text(import_path(type(error)), 255)
+
+
 def error_facts(error: BaseException | None) -> tuple[str, Any]:
     """Return an error's own code and details, as far as a row can hold them: its ``code``, and what
     its ``to_dict()`` returns, or else its ``details``."""
-    try:
+
+    def details_of() -> Any:
         described = getattr(error, "to_dict", None)
         found = described() if callable(described) else getattr(error, "details", None)
-        details = kept_json(found, MAX_DETAILS)
-    except Exception:
-        details = None
-    try:
+        return kept_json(found, MAX_DETAILS)
+
+    def code_of() -> str:
         code = getattr(error, "code", None)
         if code is None and isinstance(details, dict):
             code = details.get("code")
         is_code = isinstance(code, (str, int)) and not isinstance(code, bool)
-        return (storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""), details
-    except Exception:
-        return "", details
+        return storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""
+
+    details = asked(details_of, None)
+    return asked(code_of, ""), details
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:
     """Return the traceback; a long one loses its beginning, not the line that raised."""
     if error is None or error.__traceback__ is None:
         return ""
-    try:
-        lines = tracebacks.format_exception(error)
-    except Exception:
+    lines: list[str] = asked(lambda: tracebacks.format_exception(error), [])
+    if not lines:
         # Notes that raise, a SyntaxError of other things than text: where it was is left.
         lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
     return storable_text("".join(lines))[-limit:]
@@ -526,7 +535,10 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
     if error is None:
         return ""
     frames = tracebacks.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].name}" if frames else getattr(error, "reason", "")
+    if frames:
+        place = f"{frames[-1].filename}:{frames[-1].name}"
+    else:
+        place = asked(lambda: str(getattr(error, "reason", "")), "")
     return fingerprint_of(handler, import_path(type(error)), place)
 
 
@@ -569,7 +581,7 @@ def dead_letter_of(
         topic=topic,
         partition=partition,
         offset=offset,
-        error_type=storable_text(import_path(type(attempt.error)), 255) if attempt.error else "",
+        error_type=type_text(attempt.error),
         error=error_text(attempt.error),
         traceback=traceback_text(attempt.error),
         fingerprint=fingerprint(handler, attempt.error),
@@ -636,8 +648,8 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
             names.DLQ_FIRST_FAILED_AT: now,
             names.DLQ_LAST_FAILED_AT: now,
             names.DLQ_REASON: str(attempt.reason),
-            names.DLQ_EXCEPTION_TYPE: import_path(type(error)) if error else None,
-            names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) if error else None,
+            names.DLQ_EXCEPTION_TYPE: type_text(error) or None,
+            names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) or None,
             names.DLQ_EXCEPTION_STACKTRACE: traceback_text(error, MAX_HEADER_STACKTRACE) or None,
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from datetime import timedelta
 
@@ -66,6 +67,64 @@ def test_coroutine_functions_are_told_from_others():
     assert not ledger.write.handler.is_async
 
 
+class Callable:
+    """Does the work of a job."""
+
+    def __call__(self, name: str) -> str:
+        return name
+
+
+class Awaited:
+    async def __call__(self, name: str) -> str:
+        return name
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def add_async(a: int, b: int) -> int:
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("function", "payload", "is_async"),
+    [
+        (functools.partial(add, b=1), {"a": 1}, False),
+        (functools.partial(add_async, b=1), {"a": 1}, True),
+        (Callable(), {"name": "x"}, False),
+        (Awaited(), {"name": "x"}, True),
+        (Callable().__call__, {"name": "x"}, False),
+    ],
+    ids=["partial", "async partial", "object", "async object", "method"],
+)
+def test_whatever_can_be_called_is_a_job_once_it_has_a_name(function, payload, is_async):
+    definition = job(name="shop.any")(function)
+    assert definition.handler.is_async is is_async
+    assert definition.handler.check_arguments(payload) is None
+    job(name="shop.any")(function)  # a module imported twice
+
+
+@pytest.mark.parametrize(
+    "function", [functools.partial(add, b=1), Callable()], ids=["partial", "object"]
+)
+def test_what_has_no_name_of_its_own_is_asked_for_one(function):
+    """An AttributeError did not say what to do."""
+    with pytest.raises(ImproperlyConfigured, match="Give it one: name='…'"):
+        job(function)
+
+
+@pytest.mark.parametrize("options", [{}, {"takes_context": True}], ids=str)
+def test_an_argument_that_no_payload_can_give_is_refused(options):
+    with pytest.raises(ImproperlyConfigured, match="can only be given by place"):
+        job(name="shop.any", **options)(lambda a, b, /, c: None)
+
+
+def test_the_context_may_be_given_by_place():
+    handler = job(name="shop.any", takes_context=True)(lambda context, /, a: None).handler
+    assert handler.check_arguments({"a": 1}) is None
+
+
 def test_two_functions_of_one_name_are_refused_naming_both():
     def declare(scope):
         @job(name="shop.twice")
@@ -97,9 +156,11 @@ def test_a_module_imported_twice_declares_its_jobs_twice_without_harm():
     assert registry.find("shop.again") is latest.handler
 
 
-@pytest.mark.parametrize("name", ["x" * 101])
-def test_a_name_that_fits_no_column_is_refused(name):
-    with pytest.raises(ImproperlyConfigured, match="1 to 100 characters"):
+@pytest.mark.parametrize(
+    ("name", "says"), [("x" * 101, "1 to 100 characters"), ("a\0b", "no database keeps")]
+)
+def test_a_name_that_fits_no_column_is_refused(name, says):
+    with pytest.raises(ImproperlyConfigured, match=says):
         job(name=name)(lambda: None)
 
 

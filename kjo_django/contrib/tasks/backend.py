@@ -194,7 +194,7 @@ class TaskHandler(registry.Handler):
         sender = _sender_of(ended.backend)
         try:
             if ended.status == TaskResultStatus.FAILED:
-                raise attempt.error or RuntimeError("no error")
+                raise RuntimeError("no error") if attempt.error is None else attempt.error
         except BaseException:
             # While the error is handled: the framework's own receiver logs it with its traceback.
             task_finished.send_robust(sender=sender, task_result=ended)

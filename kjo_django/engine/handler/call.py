@@ -14,7 +14,7 @@ each item runs again alone, in the same attempt: only the guilty one fails.
 from __future__ import annotations
 
 import functools
-import threading
+import inspect
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,13 @@ from kjo_django.engine.handler.connections import watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.enqueue.storing import AfterCommit
-from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
+from kjo_django.exceptions import (
+    JobCancelledError,
+    PayloadError,
+    PermanentError,
+    is_ctrl_c,
+    text_of,
+)
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
@@ -64,10 +70,7 @@ def is_interrupt(error: BaseException) -> bool:
     """
     if isinstance(error, RunAbandoned):
         return True
-    return (
-        isinstance(error, KeyboardInterrupt)
-        and threading.current_thread() is threading.main_thread()
-    )
+    return is_ctrl_c(error)
 
 
 def call_isolated(
@@ -267,7 +270,9 @@ def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, 
                 payload = attempt.step.begin_run(payload)
             if is_batch:
                 ((payload,), _) = handler.arguments(payload)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             attempt.error = error
             continue
         # By place: made for every job, and by name takes half as long again.
@@ -512,11 +517,19 @@ def _invocation(handler: Handler) -> Call:
 
     def invoke(context: Any) -> Any:
         if isinstance(context, BatchContext):
-            return function(list(context.items))
-        positional, named = handler.arguments(context.payload)
-        if takes_context:
-            return function(context, *positional, **named)
-        return function(*positional, **named)
+            result = function(list(context.items))
+        else:
+            positional, named = handler.arguments(context.payload)
+            first = (context,) if takes_context else ()
+            result = function(*first, *positional, **named)
+        if not handler.is_async and inspect.iscoroutine(result):
+            result.close()
+            raise PermanentError(
+                f"{handler.name} has returned a coroutine that nobody awaits: a decorator hides "
+                "that its function is an `async def`. Make the decorator's own function an "
+                "`async def` that awaits it."
+            )
+        return result
 
     async def await_invoked(context: Any) -> Any:
         return await invoke(context)

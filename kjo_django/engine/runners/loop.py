@@ -224,7 +224,8 @@ class LoopRunner:
             if len(self._undone) > undone:
                 # Whoever did it, what this one has written may have been undone with it.
                 for attempt in step:
-                    attempt.error = attempt.error or self._undone[-1]
+                    if attempt.error is None:
+                        attempt.error = self._undone[-1]
         except BaseException as error:
             # Even what is to end a process ends one attempt here: the loop is everybody's.
             if self.is_closed:

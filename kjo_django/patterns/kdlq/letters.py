@@ -11,13 +11,12 @@ from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.failures import error_text, fingerprint, traceback_text
+from kjo_django.engine.failures import error_text, fingerprint, traceback_text, type_text
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations.dead_letters import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
-from kjo_django.retries import import_path
 from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
@@ -83,7 +82,7 @@ def record_letter(
         partition=record.partition,
         offset=record.offset,
         release=get_settings().release,
-        error_type=storable_text(import_path(type(error)), 255) if error else "",
+        error_type=type_text(error),
         error=error_text(error),
         traceback=traceback_text(error),
         fingerprint=fingerprint(consumer, error),

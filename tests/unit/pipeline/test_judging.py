@@ -209,6 +209,92 @@ def test_hooks_that_raise_what_ends_a_process_end_nothing(bench, monkeypatch):
     assert settled(bench)
 
 
+def leave(*arguments):
+    raise SystemExit(3)
+
+
+class Falsy(ValueError):
+    """Is False, as an error with an empty list of faults may be."""
+
+    def __bool__(self):
+        return False
+
+
+class Unanswered(ValueError):
+    """Cannot be asked whether it is True."""
+
+    __bool__ = leave
+
+
+class Mute(ValueError):
+    """Ends the process when it is asked for its text."""
+
+    __str__ = leave
+
+
+class Secretive(ValueError):
+    """Ends the process when it is asked for anything that errors may have."""
+
+    code = reason = details = response = retry_after = to_dict = property(leave)
+
+
+HOSTILE = [Falsy, Unanswered, Mute, Secretive]
+
+
+@pytest.mark.parametrize("error", HOSTILE)
+@pytest.mark.parametrize("options", [{}, {"atomic": False}, {"batch": 2}], ids=str)
+def test_an_error_that_is_hostile_to_whoever_looks_at_it_counts(bench, error, options):
+    """The job ran for ever with no attempt counted, and the type of a false one was not kept."""
+
+    # Given
+    def work(*arguments):
+        raise error("why")
+
+    as_job(work, "bench.fail", max_attempts=2, **options).enqueue()
+    # When
+    in_a_thread(lambda: run_to_its_end(bench))
+    # Then
+    assert states() == ["failed"]
+    kind = f"{error.__module__}.{error.__qualname__}"
+    assert set(JobFailure.objects.values_list("attempt", "error_type")) == {(1, kind), (2, kind)}
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.error_type) == ("exhausted", kind)
+    assert letter.error in ("why", "Mute")
+    assert error.__name__ in letter.traceback
+    assert settled(bench)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), LookupError()], ids=repr)
+def test_a_back_off_that_ends_the_process_costs_no_more_than_its_attempt(bench, error):
+    # Given
+    def backoff(attempt, raised):
+        raise error
+
+    as_job(lambda: 1 / 0, "bench.fail", max_attempts=2, backoff=backoff).enqueue()
+    # When
+    in_a_thread(lambda: run_to_its_end(bench))
+    # Then
+    assert states() == ["failed"]
+    assert JobFailure.objects.count() == 2
+    assert settled(bench)
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": False}, {"batch": 2}], ids=str)
+def test_a_coroutine_that_a_decorator_hides_is_told_and_not_taken_for_a_result(bench, options):
+    """The job completed, and its function never ran."""
+
+    # Given
+    async def work(*arguments): ...
+
+    as_job(lambda *arguments: work(), "bench.hidden", max_attempts=5, **options).enqueue()
+    # When
+    run_to_its_end(bench)
+    # Then
+    letter = DeadLetter.objects.get()
+    assert "a decorator hides that its function is an `async def`" in letter.error
+    assert letter.attempts == 1
+
+
 # --- Serializers of somebody's own ----------------------------------------------------------------
 
 
