@@ -11,8 +11,8 @@ from django.apps import apps
 def declared_producers(base: Any) -> list[Any]:
     """Return the classes derived from ``base`` in the modules of installed apps, sorted by path.
 
-    Abstract classes are left out. Modules named ``producers`` are imported here; classes elsewhere
-    are found once their module has been imported.
+    Abstract classes and those of kjo_django, to derive from, are left out. Modules named
+    ``producers`` are imported here; classes elsewhere are found once their module is imported.
     """
     found: dict[str, type] = {}
     ahead = base.__subclasses__()
@@ -31,4 +31,5 @@ def path_of(producer: type) -> str:
 
 
 def _is_installed(producer: type) -> bool:
-    return apps.get_containing_app_config(producer.__module__) is not None
+    config = apps.get_containing_app_config(producer.__module__)
+    return config is not None and config.name != "kjo_django"

@@ -263,10 +263,10 @@ def due_jobs(row: Schedule, now: datetime, *, is_busy: bool) -> list[Job]:
         tick_job(row, tick, tick_id(row.name, tick), begins_at=_begins_at(row, tick, now))
         for tick in chosen
     ]
-    if len(chosen) < len(ticks):
-        row.skipped_count += len(ticks) - len(chosen)
-        why = "its last job is open" if is_busy else "they were missed"
-        logger.info("The schedule %r has %d ticks skipped: %s", row.name, row.skipped_count, why)
+    if skipped := len(ticks) - len(chosen):
+        row.skipped_count += skipped
+        why = "its last job is open" if is_busy else "missed"
+        logger.info("The schedule %r skips %d ticks: %s", row.name, skipped, why)
     row.late_count += sum(now - tick > ON_TIME for tick in chosen)
     row.next_at, row.problem = next_at, ""
     row.last_at = ticks[-1] if ticks else row.last_at

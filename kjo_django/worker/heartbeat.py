@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError
@@ -24,6 +24,7 @@ from kjo_django.worker.sessions import end_sessions_of_dead_workers
 
 logger = get_logger("kjo_django")
 
+R = TypeVar("R")
 CONTROL_INTERVAL = 1.0
 """Seconds between looks at what operators asked; a pause is obeyed within two."""
 
@@ -85,13 +86,9 @@ class Controls:
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
         asked = own.values_list("asked_to", flat=True).first() or ""
         # How its retries are limited is read from there for every attempt that fails.
-        controls = self._runtime.queue_controls
-        controls.update({row.queue: row for row in rows})
-        for queue in controls.keys() - {row.queue for row in rows}:
-            del controls[queue]
-        asked_limits = {row.name: row for row in LimitControl.objects.using(using)}
-        self._runtime.limit_controls.clear()
-        self._runtime.limit_controls.update(asked_limits)
+        _follow(self._runtime.queue_controls, {row.queue: row for row in rows})
+        limits = {row.name: row for row in LimitControl.objects.using(using)}
+        _follow(self._runtime.limit_controls, limits)
         before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()
@@ -105,6 +102,14 @@ class Controls:
             state = "quiet" if self.is_quiet else "back at work"
             logger.info("An operator wants this worker %s", state)
         return before != (self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped)
+
+
+def _follow(known: dict[str, R], rows: Mapping[str, R]) -> None:
+    """Make what lanes read equal to the rows; at no moment is one missing that is there before and
+    afterwards."""
+    known.update(rows)
+    for name in known.keys() - rows.keys():
+        del known[name]
 
 
 class LifeSign(PeriodicDuty):

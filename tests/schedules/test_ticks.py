@@ -131,6 +131,18 @@ def test_ticks_follow_the_time_zone_of_the_settings(clock, settings, caplog):
     assert daily.next_at - found["daily"] >= timedelta(hours=23)
 
 
+def test_the_log_says_how_many_ticks_are_skipped_each_time(clock, caplog):
+    """It said how many have been skipped in all."""
+    scheduled(catch_up="none")
+    ticker = step()
+    with caplog.at_level(logging.INFO, "kjo_django"):
+        for _ in range(2):
+            clock.advance(3 * 60 + 90)
+            step(ticker)
+    told = [text for text in caplog.messages if "skips" in text]
+    assert [text.split(" skips ")[1].split()[0] for text in told] == ["3", "3"]
+
+
 def test_two_workers_store_a_tick_once(clock):
     scheduled()
     one, other = step(), step()

@@ -43,6 +43,14 @@ def run(*arguments):
     return out.getvalue()
 
 
+def test_a_producer_that_is_not_there_is_answered_with_those_of_the_project():
+    """`ModelProducer`, from which they derive, was among them."""
+    hint = kjo_produce.producer_hint("Nope")
+    assert hint.startswith("Producers: ")
+    assert PRODUCER in hint
+    assert "kjo_django." not in hint
+
+
 def test_one_run():
     Item.objects.bulk_create(Item() for _ in range(3))
     criteria = ["--criteria", '{"state": 1}', "--type", "new"]

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta
+from uuid import uuid4
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -26,7 +28,7 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.recorder import Recorder
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
+from kjo_django.models import DeadLetter, Job, LimitControl, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
@@ -704,6 +706,51 @@ def test_a_heartbeat_file_that_cannot_be_written_costs_the_probe_alone(tmp_path,
         assert get_coordination().holders([alive_name(leases.token)])
     errors = [record for record in caplog.records if "heartbeat file" in record.getMessage()]
     assert len(errors) == 1
+
+
+class Watched(dict):
+    """What lanes read; notes the keys there are after each change."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _note(self):
+        self.seen.append(set(self))
+
+    def update(self, *arguments):
+        super().update(*arguments)
+        self._note()
+
+    def clear(self):
+        super().clear()
+        self._note()
+
+    def __delitem__(self, key):
+        super().__delitem__(key)
+        self._note()
+
+
+def test_what_operators_asked_holds_while_it_is_read_anew():
+    """For a moment no limit held: a lane that asked for none began what was not permitted."""
+    # Given
+    LimitControl.objects.create(name="queue:ledger", rate="1/s")
+    gone = LimitControl.objects.create(name="queue:other", rate="1/s")
+    QueueControl.objects.create(queue="ledger", concurrency=1)
+    limits, queues = Watched(), Watched()
+    runtime = replace(current_runtime(), queue_controls=queues, limit_controls=limits)
+    controls = Controls(runtime, uuid4(), [get_settings().queue("ledger")], 4)
+    controls.read()
+    limits.seen.clear()
+    queues.seen.clear()
+    # When
+    gone.delete()
+    LimitControl.objects.update(rate="2/s")
+    controls.read()
+    # Then
+    assert all("queue:ledger" in seen for seen in limits.seen)
+    assert all("ledger" in seen for seen in queues.seen)
+    assert {name: row.rate for name, row in limits.items()} == {"queue:ledger": "2/s"}
 
 
 def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):

@@ -173,11 +173,19 @@ def is_pristine(
 
 def not_pristine(connection: BaseDatabaseWrapper) -> TransactionManagementError:
     """Return the error of a handler that did not leave a transaction as it found it."""
+    if connection.closed_in_transaction or connection.connection is None:
+        how = (
+            "It closed the connection. Leave out close_old_connections() and connection.close(): "
+            "the worker looks after its connections, before each job."
+        )
+    else:
+        how = (
+            "Leave every atomic() block, end what you begin by hand, restore autocommit, and catch "
+            "database errors outside of an atomic() block around their cause."
+        )
     return TransactionManagementError(
         f"The handler did not leave its transaction as it found it (database "
-        f"{connection.alias!r}); what it wrote there was undone. Leave every atomic() block, end "
-        "what you begin by hand, restore autocommit, do not close the connection within a "
-        "transaction, and catch database errors outside of an atomic() block around their cause."
+        f"{connection.alias!r}); what it wrote there was undone. {how}"
     )
 
 

@@ -53,6 +53,7 @@ def test_a_handler_that_closes_its_connection_spends_an_attempt_and_spares_the_o
     assert entries() == {"before": 1, "after": 1}
     assert Job.objects.get(handler="bench.breaking").attempts == 1
     assert LEFT in JobFailure.objects.get().error
+    assert "Leave out close_old_connections()" in JobFailure.objects.get().error
     # And it ends
     bench.run_until_done()
     assert DeadLetter.objects.get().attempts == 2
