@@ -348,10 +348,10 @@ def test_an_urgent_job_is_fetched_and_begins_before_a_backlog(
     low = [{"name": f"low {n}", "waits": 3600} for n in range(BACKLOG)]
     mail.job.using(priority=-5).enqueue_many(low)
     with mail:
-        mail.wait_for_count(2)  # each of its lanes has one
+        mail.wait_for_count(2)  # each of its lanes has one, and so it stays: urgent ones wait, too
         for number in range(5):
             # When
-            urgent = mail.job.using(priority=60).enqueue(name=f"urgent {number}")
+            urgent = mail.job.using(priority=60).enqueue(name=f"urgent {number}", waits=3600)
             mail.wait_until_it_holds(f"urgent {number}")
             # Its relay, too, is done with it: it would be deferred where that writes meanwhile.
             wait_until(lambda id=urgent.job_id: Job.objects.get(pk=id).state != "pending")
