@@ -311,15 +311,20 @@ class Worker:
 
     # --- Life -------------------------------------------------------------------------------------
 
-    def run(self, until: Callable[[], bool] | None = None) -> int:
+    def run(
+        self, until: Callable[[], bool] | None = None, begin: Callable[[], object] | None = None
+    ) -> int:
         """Work until ``until()`` is true or somebody stops it; return the exit code.
 
         :param until: asked a few times a second, in this thread.
+        :param begin: called before anything is started, once a stop signal is heard.
         """
         # Python takes signals in the main thread only; elsewhere somebody else hears them.
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
         restore = stop_on_signals(self._stopping) if hears else None
+        if begin is not None:
+            begin()
         with (
             garbage_collection.seldom() if self._owns_process else nullcontext(),
             use_database(self.runtime.database),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections
 
 from kjo_django.management.commands.kjo_consume import Command
-from kjo_django.worker import Worker, supervisor
+from kjo_django.worker import Worker, report, supervisor
 from tests.unit.deliveries import KJO
 
 
@@ -23,7 +24,7 @@ def _embedded(settings):
 
 @pytest.fixture
 def _never_run(monkeypatch):
-    monkeypatch.setattr(Worker, "run", lambda self, until=None: pytest.fail("a worker ran"))
+    monkeypatch.setattr(Worker, "run", lambda self, *_: pytest.fail("a worker ran"))
     monkeypatch.setattr(supervisor.os, "fork", lambda: pytest.fail("it forked"))
 
 
@@ -66,7 +67,7 @@ def test_weights_are_those_of_the_worker(settings, monkeypatch):
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "bulk": {}, "a=2": {}}}
     seen = []
 
-    def run(self, until=None):
+    def run(self, until=None, begin=None):
         seen.append(([queue.name for queue in self.queues], dict(self.scheduler._weights)))
         return 0
 
@@ -136,7 +137,7 @@ def test_a_projects_own_pace_of_the_collector_is_kept(monkeypatch):
     """Decision 67."""
     # Given
     before, seen = gc.get_threshold(), []
-    monkeypatch.setattr(Worker, "run", lambda self, until: seen.append(gc.get_threshold()) or 0)
+    monkeypatch.setattr(Worker, "run", lambda self, *_: seen.append(gc.get_threshold()) or 0)
     gc.set_threshold(50_000, 5, 5)
     try:
         # When it is started as from the command line
@@ -168,7 +169,7 @@ def test_without_tables_it_says_what_to_do_and_begins_all_the_same(
     empty_database, monkeypatch, django_db_blocker
 ):
     ran, out = [], io.StringIO()
-    monkeypatch.setattr(Worker, "run", lambda self, until: ran.append(self) or 0)
+    monkeypatch.setattr(Worker, "run", lambda self, *_: ran.append(self) or 0)
     with django_db_blocker.unblock():
         call_command("kjo_consume", "--status-interval", "0", stdout=out, stderr=out)
     assert "Run manage.py migrate --database kjo_empty." in out.getvalue()
@@ -178,7 +179,7 @@ def test_without_tables_it_says_what_to_do_and_begins_all_the_same(
 def test_without_tables_a_drain_ends_since_it_could_not(
     empty_database, monkeypatch, django_db_blocker
 ):
-    monkeypatch.setattr(Worker, "run", lambda self, until: pytest.fail("It has begun"))
+    monkeypatch.setattr(Worker, "run", lambda self, *_: pytest.fail("It has begun"))
     with django_db_blocker.unblock(), pytest.raises(CommandError, match=r"tables .* are missing"):
         call_command("kjo_consume", "--drain", "--status-interval", "0")
 
@@ -188,3 +189,25 @@ def test_other_commands_say_so_too(empty_database, django_db_blocker):
         call_command("kjo_status")
     assert "no such table" in str(raised.value)
     assert str(raised.value).endswith("Run manage.py migrate --database kjo_empty.")
+
+
+@pytest.mark.medium  # a worker, which starts and ends
+@pytest.mark.usefixtures("sqlite_file")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+def test_a_stop_signal_is_heard_once_it_says_that_it_consumes(monkeypatch, number):
+    """It ended with -15: the line was written before the signal was heard."""
+    # Given: in the main thread, which is where Python hears signals
+    announce = report.StatusReporter.announce
+
+    def announce_and_stop(self):
+        announce(self)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(report.StatusReporter, "announce", announce_and_stop)
+    out = io.StringIO()
+    before = signal.getsignal(number)
+    # When
+    call_command("kjo_consume", "ledger", stdout=out)
+    # Then
+    assert "Consuming ledger" in out.getvalue()
+    assert signal.getsignal(number) is before

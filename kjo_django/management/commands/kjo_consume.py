@@ -151,7 +151,6 @@ class Command(ParsedCommand):
             heartbeat_file=options["heartbeat_file"],
         )
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
-        reporter.announce()
         parent, is_supervised = os.getppid(), options["is_supervised"]
 
         def until() -> bool:
@@ -160,7 +159,7 @@ class Command(ParsedCommand):
                 return True  # the supervisor was killed; nobody would stop this process any more
             return bool(options["drain"]) and worker.is_drained()
 
-        code = worker.run(until)
+        code = worker.run(until, reporter.announce)
         reporter.report()
         return WAS_SIGNALLED if is_supervised and worker.was_signalled and not code else code
 
