@@ -285,6 +285,12 @@ class Settings:
         "How long, from its first pause on, a message that met such an error keeps its place and "
         "its attempts; then each counts.",
     )
+    unknown_handler_wait: timedelta | None = option(
+        optional_duration,
+        timedelta(hours=1),
+        "How long a job waits for a worker that knows its handler, as while a release is deployed; "
+        "then it is dead-lettered. None: at once.",
+    )
     timeout: timedelta | None = option(
         optional_duration, timedelta(minutes=30), "Longest run of one attempt; None: no limit."
     )

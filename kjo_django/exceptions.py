@@ -188,14 +188,16 @@ class PayloadError(KjoError, ValueError):
 class MessageError(KjoError):
     """A message that no retry can make readable; it becomes a dead letter.
 
-    ``reason`` is a value of ``DeadLetterReason``.
+    ``reason`` is a value of ``DeadLetterReason``, and so is ``code``.
     """
 
     reason: str = "invalid"
+    code: str = "invalid"
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+        self.code = reason
 
 
 class PublishError(KjoError):

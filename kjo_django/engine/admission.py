@@ -197,20 +197,25 @@ def why_skip(delivery: Delivery, row: JobRow) -> Reason | None:
     return Reason.ATTEMPT if message.attempt <= row.attempts else None
 
 
-def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:
-    """Return how a record ends that nobody can handle: it cannot be read, or no handler is
-    registered for it."""
+def refuse(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Attempt]:
+    """Return how records end that nobody can handle: they cannot be read, or no handler is
+    registered for them."""
+    named = [d for d in deliveries if d.message is not None and d.message.job_id is not None]
+    rows = load_rows(runtime, named)[1] if named else {}
+    return [_refused(delivery, rows.get(delivery)) for delivery in deliveries]
+
+
+def _refused(delivery: Delivery, row: JobRow | None) -> Attempt:
     problem, message = delivery.problem, delivery.message
     if problem is None:
         assert message is not None
-        problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
-    row = None
-    if message is not None and message.job_id is not None:
-        row = load_rows(runtime, [delivery])[1].get(delivery)
-        if row is not None and row.generation == NAMED_BY_OTHERS:
-            row = None
-        if row is not None and (skipped := why_skip(delivery, row)):
-            return Attempt(delivery, Ending.SKIPPED, skipped, row)
+        problem = MessageError(
+            DeadLetterReason.UNKNOWN_TYPE, f"No handler is registered for {message.type!r}"
+        )
+    if row is not None and row.generation == NAMED_BY_OTHERS:
+        row = None
+    if row is not None and (skipped := why_skip(delivery, row)):
+        return Attempt(delivery, Ending.SKIPPED, skipped, row)
     spent = row.attempts if row is not None else 0
     return Attempt(delivery, Ending.DEAD, problem.reason, row, spent, error=problem)
 

@@ -173,6 +173,44 @@ def keeps_place(runtime: Runtime, attempt: Attempt) -> bool:
     return True
 
 
+FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
+"""Between two looks whether a worker knows a handler now."""
+
+
+def wait_for_handlers(runtime: Runtime, refused: Iterable[Attempt]) -> None:
+    """Let jobs whose handler is not known here wait for a worker that knows it, for
+    ``KJO["UNKNOWN_HANDLER_WAIT"]``: other processes may run the next release, which enqueues them.
+
+    No attempt is spent. A wait is noted, announced and counted when it begins, as a failure of the
+    attempt before, and not each time that the job comes up again.
+    """
+    wait = runtime.settings.unknown_handler_wait
+    waiting = [
+        (attempt, attempt.row)
+        for attempt in refused
+        if attempt.row is not None and attempt.reason == DeadLetterReason.UNKNOWN_TYPE
+    ]
+    if wait is None or not waiting:
+        return
+    waits = JobFailure.objects.using(runtime.database).filter(
+        job_id__in=[row.id for _, row in waiting], code=DeadLetterReason.UNKNOWN_TYPE
+    )
+    since: dict[tuple[Any, ...], datetime] = {}
+    for *name, at in waits.values_list("job_id", "generation", "attempt", "failed_at"):
+        since.setdefault(tuple(name), at)
+    now = timezone.now()
+    for attempt, row in waiting:
+        known = since.get((row.id, row.generation, row.attempts))
+        until = (known or now) + wait
+        if now >= until:
+            continue
+        attempt.ending, attempt.is_announced = Ending.RETRIED, known is not None
+        pause = min(max(FIRST_WAIT, now - (known or now)), LONGEST_WAIT)
+        attempt.retry_at = min(now + pause, until)
+        text = f"{attempt.error}. It waits until {until:%F %T} UTC for a worker that knows it"
+        attempt.error = MessageError(DeadLetterReason.UNKNOWN_TYPE, text)
+
+
 # --- Recording ------------------------------------------------------------------------------------
 
 
@@ -262,7 +300,8 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if attempt.ending is not Ending.RETRIED and attempt.row and attempt.row.stage_id:
             ending = states.RESULT_OF[_ACTIONS[attempt.ending]]
             steps.append((attempt, (attempt.row.stage_id, attempt.row.id, ending)))
-        if job_id is not None and attempt.ending in (Ending.RETRIED, Ending.DEAD):
+        is_failure = attempt.ending in (Ending.RETRIED, Ending.DEAD) and not attempt.is_announced
+        if job_id is not None and is_failure:
             failures.append(_failure(attempt, job_id, now, worker))
         handler = attempt.delivery.handler
         if handler is not None and handler.observes:

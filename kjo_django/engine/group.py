@@ -225,7 +225,9 @@ class Pipeline:
         if not left:
             return deferred
         if left[0].mode is Mode.POISON:
-            refused = [admission.refuse(self._runtime, delivery) for delivery in left]
+            refused = admission.refuse(self._runtime, left)
+            if self._is_workers:  # others may know what this one does not
+                failures.wait_for_handlers(self._runtime, refused)
             return deferred + self._settle(refused)
         is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do

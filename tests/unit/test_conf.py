@@ -136,6 +136,7 @@ WRONG = {
     "BACKOFF_JITTER": [-0.1, 1.1, math.inf, math.nan, "0.2", None, True],
     "ERROR_RECOVERY_DELAYS": [None, [30], 30],
     "PAUSE_BUDGET": [0, -1, "24h", True, None],
+    "UNKNOWN_HANDLER_WAIT": [0, -1, "1h", True],
     "PAUSABLE_ERRORS": ["shop.errors.Down", {"shop.errors.Down"}, [""], [5], None],
     "TIMEOUT": [0, -5, "30", math.nan],
     "RESULT_TTL": [0, None, "1h", 1e-6, timedelta.max],

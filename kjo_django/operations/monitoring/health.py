@@ -46,6 +46,7 @@ logger = get_logger("kjo_django")
 
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
+HANDLERS = "handlers"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 SCHEDULES = "schedules"
 
@@ -304,6 +305,23 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     return bool(alive), f"{len(alive)} alive", ""
 
 
+def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    """Tell of jobs whose handler a worker has not known. While a release is deployed there are
+    some: that is a warning at first."""
+    waiting = status.unknown_handlers()
+    if not waiting:
+        return True, "no job waits for a worker that knows its handler", ""
+    told = (f"{name!r} ({count} jobs)" for name, (count, _) in sorted(waiting.items()))
+    first = min(since for _, since in waiting.values())
+    waited = (timezone.now() - first).total_seconds()
+    detail = f"not known to a worker: {', '.join(told)}, the first for {waited:.0f} s"
+    fix = (
+        "Replace workers of an earlier release; see that each worker imports the module that "
+        "declares the handler. After KJO['UNKNOWN_HANDLER_WAIT'] such jobs are dead letters."
+    )
+    return waited <= thresholds.idle.total_seconds(), detail, fix
+
+
 def _lag(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     queues = overview()
     status.add_lags(queues)
@@ -413,6 +431,7 @@ PROBES = (
         RELAY, _relay, "Start manage.py kjo_produce, or kjo_consume without --no-relay.", _STORED
     ),
     _Probe(WORKERS, _workers, "Start manage.py kjo_consume.", _STORED),
+    _Probe(HANDLERS, _handlers, "", _STORED),
     _Probe(LAG, _lag, "Start more workers, or raise CONCURRENCY.", (*_STORED, TRANSPORTS)),
     _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),
     _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),

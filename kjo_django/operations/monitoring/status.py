@@ -13,7 +13,14 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
-from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker, is_scheduled
+from kjo_django.models import (
+    DeadLetter,
+    DeadLetterReason,
+    DeadLetterState,
+    Job,
+    Worker,
+    is_scheduled,
+)
 from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import add_rates
@@ -181,6 +188,20 @@ def due(now: datetime) -> dict[str, tuple[int, datetime]]:
                 known, since = found.get(queue, (0, oldest))
                 found[queue] = known + count, min(since, oldest)
     return found
+
+
+def unknown_handlers() -> dict[str, tuple[int, datetime]]:
+    """Return for each handler for which jobs wait, since a worker has not known it, how many do and
+    since when the first does. Past 100,000 of them, counts are lower bounds."""
+    waits = Job.objects.using(jobs_database()).filter(
+        state=JobState.FAILING,
+        failures__code=DeadLetterReason.UNKNOWN_TYPE,
+        failures__generation=F("generation"),
+        failures__attempt=F("attempts"),
+    )
+    rows = waits.annotate(since=F("failures__failed_at")).order_by("pk")
+    groups, _ = grouped_counts(rows, ("handler",), oldest="since")
+    return {name: (count, since) for (name,), (count, since) in groups.items() if since is not None}
 
 
 def open_dead_letters(

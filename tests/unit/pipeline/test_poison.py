@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+from pytest import approx
 
 from kjo_django import registry
+from kjo_django.engine import admission, failures
+from kjo_django.engine.attempt import Ending
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter
-from kjo_django.runtime import get_transport
+from kjo_django.models import DeadLetter, JobFailure
+from kjo_django.operations import jobs
+from kjo_django.operations.monitoring.health import health
+from kjo_django.runtime import current_runtime, get_transport
 from tests.ledger import jobs as ledger
-from tests.unit.deliveries import as_job, entries, the_job
+from tests.unit.deliveries import as_job, entries, make_everything_due, states, the_job
 from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled
 
 POISON = {
@@ -89,15 +99,145 @@ def test_a_record_that_dies_twice_is_one_dead_letter(bench):
     assert settled(bench)
 
 
-def test_a_job_whose_handler_is_gone_fails_visibly(bench):
-    def gone(): ...
+# --- Handlers that only workers of another release know -------------------------------------------
 
-    as_job(gone).enqueue()
-    registry.unregister("bench.gone")
+
+def done(): ...
+
+
+def broken():
+    raise ValueError("broken")
+
+
+def unknown_here(count: int = 1):
+    """Enqueue jobs that this worker does not know, as processes of a newer release do."""
+    as_job(done).enqueue_many([{}] * count)
+    registry.unregister("bench.done")
+
+
+@both
+def test_a_job_whose_handler_is_not_known_yet_waits_for_a_worker_that_knows_it(bench):
+    """FINDINGS 2.10 o."""
+    # Given
+    unknown_here()
+    # When a worker of the release before has it, twice
     bench.run()
-    assert DeadLetter.objects.get().reason == "unknown_type"
-    assert the_job().state == "failed"
+    make_everything_due()
+    bench.run()
+    # Then no attempt is spent, and the wait was noted, announced and counted once
+    job = the_job()
+    assert (job.state, job.attempts) == ("failing", 0)
+    assert job.error.startswith("No handler is registered for 'bench.done'. It waits until ")
+    (failure,) = JobFailure.objects.all()
+    assert (failure.code, failure.attempt, failure.error) == ("unknown_type", 0, job.error)
+    assert bench.results == [Ending.RETRIED]
     assert settled(bench)
+    # And once it is known it runs
+    as_job(done)
+    bench.run_until_done()
+    assert (the_job().state, the_job().attempts) == ("completed", 1)
+    assert bench.results == [Ending.RETRIED, Ending.COMPLETED]
+    assert not DeadLetter.objects.exists()
+
+
+@both
+def test_after_an_hour_nobody_waits_for_its_handler_any_more(bench):
+    # Given
+    unknown_here()
+    bench.run()
+    JobFailure.objects.update(failed_at=timezone.now() - timedelta(hours=1))
+    # When
+    bench.run_until_done()
+    # Then
+    assert DeadLetter.objects.get().reason == "unknown_type"
+    assert (the_job().state, the_job().attempts) == ("failed", 0)
+    assert bench.results == [Ending.RETRIED, Ending.DEAD]
+    assert settled(bench)
+
+
+def test_looks_for_a_handler_are_seconds_apart_at_first_and_a_minute_later_on(bench):
+    unknown_here()
+    pauses = []
+    for minutes in (0, 0.5, 10, 59.75):
+        since = timezone.now() - timedelta(minutes=minutes)
+        JobFailure.objects.update(failed_at=since)
+        make_everything_due()
+        before = timezone.now()
+        bench.run()
+        pauses.append((the_job().available_at - before).total_seconds())
+    assert pauses == [approx(seconds, abs=2) for seconds in (5, 30, 60, 15)]
+
+
+def test_each_attempt_waits_for_its_handler_and_each_requeue_does(bench):
+    """A wait of an attempt before is over."""
+    unknown_here()
+    bench.run()
+    JobFailure.objects.update(failed_at=timezone.now() - timedelta(hours=1))
+    jobs.requeue([the_job()])
+    bench.run()
+    assert (the_job().state, bench.results) == ("failing", [Ending.RETRIED] * 2)
+
+
+@both
+def test_health_names_a_handler_for_which_jobs_wait(bench):
+    def check():
+        (*_, found) = health(only={"settings", "database", "handlers"})
+        return found
+
+    unknown_here(2)
+    bench.run()
+    # A deploy is no fault
+    warning = check()
+    assert (warning.ok, "UNKNOWN_HANDLER_WAIT" in warning.fix) == (True, True)
+    assert warning.detail.startswith("not known to a worker: 'bench.done' (2 jobs), the first for ")
+    # A handler that is not known for minutes is one
+    JobFailure.objects.update(failed_at=timezone.now() - timedelta(minutes=6))
+    assert (check().ok, check().detail[-5:]) == (False, "360 s")
+    # And once it is known nothing is said, though an attempt fails by itself
+    as_job(broken, "bench.done")
+    make_everything_due()
+    bench.run()
+    assert (states(), check().ok, check().fix) == (["failing"] * 2, True, "")
+
+
+def test_jobs_that_nobody_knows_cost_a_worker_no_query_each(bench):
+    def queries(count: int) -> int:
+        unknown_here(count)
+        deliveries = bench.poll()
+        with CaptureQueriesContext(connection) as asked:
+            failures.wait_for_handlers(
+                current_runtime(), admission.refuse(current_runtime(), deliveries)
+            )
+        return len(asked)
+
+    assert queries(20) == queries(1) == 2
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["no wait is wanted", "another service's"])
+def test_what_may_not_wait_for_a_handler_fails_visibly_at_once(settings, bench, is_ours):
+    # Given
+    if is_ours:
+        bench = reconfigured(settings, bench, UNKNOWN_HANDLER_WAIT=None)
+        unknown_here()
+    else:
+        bench.publish(b"{}", **GOOD | {"kjo_type": "nobody.knows"})
+    # When
+    bench.run()
+    # Then
+    assert DeadLetter.objects.get().reason == "unknown_type"
+    assert states() == ["failed"] * is_ours
+    assert settled(bench)
+
+
+def test_a_job_that_was_cancelled_does_not_wait_for_its_handler(bench):
+    unknown_here()
+    deliveries = bench.poll()
+    jobs.cancel([the_job()])
+    bench.run(deliveries)
+    assert (states(), bench.results) == (["cancelled"], [Ending.SKIPPED])
+
+
+# --- The log --------------------------------------------------------------------------------------
 
 
 def test_poison_is_one_line_of_the_log_whatever_it_is_called(bench, caplog):
