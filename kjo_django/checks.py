@@ -39,6 +39,7 @@ W013    (deploy) a pooler in transaction mode, and what needs a setting because 
 W014    a producer's topic or stream that no queue or consumer declares
 W018    a job's priority on a queue of a broker that has one level
 W019    (deploy) a queue's database without the tables of this app
+W020    a file of SQLite without the options that several processes need
 ======  ============================================================================================
 """
 
@@ -46,7 +47,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -323,20 +325,48 @@ def _warn_ttls(settings: Settings) -> Messages:
         )
 
 
+def _is_in_memory(database: Mapping[str, Any]) -> bool:
+    name = str(database.get("NAME", ""))
+    return name == ":memory:" or "mode=memory" in name
+
+
 def _warn_memory_database(settings: Settings) -> Messages:
     alias = runtime.jobs_database()
     database = django_settings.DATABASES.get(alias, {})
-    name = str(database.get("NAME", ""))
-    is_in_memory = name == ":memory:" or "mode=memory" in name
     # Django's own, of a test run, where nobody starts a worker.
-    is_of_tests = name.startswith("file:memorydb_")
-    if "sqlite3" in database.get("ENGINE", "") and is_in_memory and not is_of_tests:
+    is_of_tests = str(database.get("NAME", "")).startswith("file:memorydb_")
+    if "sqlite3" in database.get("ENGINE", "") and _is_in_memory(database) and not is_of_tests:
         yield checks.Warning(
             f"The database {alias!r} is in the memory of one process: no worker sees the "
             "jobs stored there.",
             hint="Give DATABASES a file name, unless everything runs in one process, as in tests.",
             id="kjo.W004",
         )
+
+
+def _warn_sqlite_options(settings: Settings) -> Messages:
+    """With Django's defaults readers and the writer wait for each other, and a transaction that has
+    read before it writes is refused at once where another has written meanwhile."""
+    for alias in runtime.databases():
+        database = django_settings.DATABASES.get(alias, {})
+        if "sqlite3" not in database.get("ENGINE", "") or _is_in_memory(database):
+            continue
+        options = database.get("OPTIONS", {})
+        begins_writing = str(options.get("transaction_mode")).upper() in ("IMMEDIATE", "EXCLUSIVE")
+        has_log = re.search(r"journal_mode\s*=\s*['\"]?wal", str(options.get("init_command")), re.I)
+        missing = {
+            '"init_command": "PRAGMA journal_mode=WAL"': not has_log,
+            '"transaction_mode": "IMMEDIATE"': not begins_writing,
+            '"timeout": 30': "timeout" not in options,
+        }
+        if lacking := [text for text, is_missing in missing.items() if is_missing]:
+            yield checks.Warning(
+                f"DATABASES[{alias!r}] is a file of SQLite with options for one process: beside a "
+                'busy worker enqueue() and your own saves raise "database is locked".',
+                hint=f"Add to DATABASES[{alias!r}]['OPTIONS']: {{{', '.join(lacking)}}}. "
+                "docs/how-to/production.md tells why.",
+                id="kjo.W020",
+            )
 
 
 def _check_one_database(settings: Settings) -> Messages:
@@ -504,6 +534,7 @@ _CHECKS = (_check_backends, _check_topics, _check_errors, _check_middleware, _ch
 _WARNINGS = (
     _warn_ttls,
     _warn_memory_database,
+    _warn_sqlite_options,
     # Errors, which can be seen once the transports can be made.
     _check_one_database,
     _check_mysql,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +28,16 @@ REDIS = "kjo_django.coordination.redis.RedisCoordination"
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
+ROOT = Path(__file__).resolve().parents[2]
+WAL, IMMEDIATE = "PRAGMA journal_mode=WAL", "IMMEDIATE"
+OPTIONS = {"init_command": WAL, "transaction_mode": IMMEDIATE, "timeout": 30}
+
 
 @pytest.fixture(autouse=True)
 def database(settings, monkeypatch):
     """Tests live in memory, which is worth a warning anywhere else."""
-    declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    named = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    declared = {**named, "OPTIONS": OPTIONS}
     seen = SimpleNamespace(DATABASES={"default": declared}, USE_TZ=True)
     monkeypatch.setattr("kjo_django.checks.django_settings", seen)
     # Other tests of this process have made some, of databases that have no place here.
@@ -246,6 +253,46 @@ def test_a_database_in_memory_is_a_warning(settings, database):
 
 
 @pytest.mark.parametrize(
+    ("options", "lacking"),
+    [
+        ({}, ["init_command", "transaction_mode", "timeout"]),
+        ({"timeout": 5, "transaction_mode": "DEFERRED"}, ["init_command", "transaction_mode"]),
+        ({"init_command": WAL, "transaction_mode": IMMEDIATE}, ["timeout"]),
+        ({"init_command": "PRAGMA synchronous=NORMAL", "timeout": 9}, ["init_command"]),
+        (OPTIONS, None),
+        (
+            {
+                "init_command": "PRAGMA foreign_keys=ON; pragma Journal_Mode = 'wal';",
+                "transaction_mode": "exclusive",
+                "timeout": 1,
+            },
+            None,
+        ),
+    ],
+)
+def test_a_file_of_sqlite_without_the_options_of_several_processes_is_a_warning(
+    settings, database, options, lacking
+):
+    """FINDINGS 2.10 l: beside a busy worker the project's own enqueue() raised."""
+    database |= {"NAME": "db.sqlite3", "OPTIONS": options}
+    warnings = found(settings, {}, CheckWarning)
+    assert [id for id, *_ in warnings] == ["W020"] * (lacking is not None)
+    for _, _, hint in warnings:
+        assert all(name in hint for name in lacking)
+
+
+def test_the_options_that_the_warning_names_are_those_of_the_pages(settings, database):
+    """Each page that begins a project on SQLite sets them."""
+    database |= {"NAME": "db.sqlite3", "OPTIONS": {}}
+    ((_, _, hint),) = found(settings, {}, CheckWarning)
+    wanted = re.findall(r'"\w+": [^,}]+', hint)
+    assert len(wanted) == 3
+    for page in ("index.md", "tutorial.md", "how-to/production.md", "how-to/testing.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert [option for option in wanted if option not in text] == [], page
+
+
+@pytest.mark.parametrize(
     ("queue", "topic"),
     [({}, "a b/c"), ({"topic": "e:mails"}, "e:mails"), ({"topic": "t" * 246}, "t" * 246 + "-dlq")],
 )
@@ -398,7 +445,8 @@ class ToJobs:
 
 @pytest.fixture
 def two_databases(monkeypatch):
-    declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    named = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    declared = {**named, "OPTIONS": OPTIONS}
     known = connections.configure_settings({"default": {}, "jobs": declared})
     monkeypatch.setitem(connections.settings, "jobs", known["jobs"])
     seen = SimpleNamespace(DATABASES={"default": declared, "jobs": declared}, USE_TZ=True)
@@ -449,7 +497,7 @@ def test_messages_elsewhere_than_their_jobs_are_an_error(settings, routers, ids)
 )
 def test_a_pool_smaller_than_a_worker_is_a_warning(settings, database, pool, concurrency, is_told):
     """Each thread keeps its connection: the heartbeat waits for one that no lane gives back."""
-    database["OPTIONS"] = {"pool": pool}
+    database["OPTIONS"] = {**OPTIONS, "pool": pool}
     messages = found(settings, {"CONCURRENCY": concurrency}, CheckWarning)
     assert [(id, str(concurrency + 12) in hint) for id, _, hint in messages] == (
         [("W011", True)] if is_told else []

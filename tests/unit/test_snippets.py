@@ -104,7 +104,8 @@ class Page:
         """Run all snippets, and the jobs that they enqueue and that are due."""
         self._do("settings")
         self._do("module")
-        assert check_settings() == []
+        # Their database is that of the tests, which are to pass with Django's options, too.
+        assert [found for found in check_settings() if found.id != "kjo.W020"] == []
         with working():
             self._do("python", "decorator", "command", "raise")
             for function in self.stand_in.functions:
