@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 from itertools import repeat
 from typing import Any, Concatenate, Generic, Literal, Protocol, TypedDict, Unpack, overload
 
-from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import models, router, transaction
 from django.db.models.signals import class_prepared, post_save
@@ -18,7 +17,8 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.enqueue import unique
-from kjo_django.enqueue.handle import JobHandle, P, R, R_co, in_coroutine, in_coroutines
+from kjo_django.enqueue.coroutines import awaited_as, coroutine_error, from_coroutine
+from kjo_django.enqueue.handle import JobHandle, P, R, R_co
 from kjo_django.enqueue.storing import (
     check_payload_size,
     store,
@@ -230,7 +230,7 @@ class JobDefinition(Generic[P, R_co]):
                 make_unique(self, row, payload)
             return store([row], runtime=runtime)[0]
         except SynchronousOnlyOperation:
-            raise in_coroutine("enqueue", self.handler.example_of("aenqueue")) from None
+            raise coroutine_error("enqueue", self.handler.example_of("aenqueue")) from None
 
     def step(self, /, **payload: Any) -> Step:
         """Return a step for a chain, a group or a workflow. It is checked when that is enqueued."""
@@ -238,9 +238,9 @@ class JobDefinition(Generic[P, R_co]):
 
     async def aenqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
         """``enqueue`` from asynchronous code."""
-        return await sync_to_async(self.enqueue)(*arguments, **payload)
+        return await from_coroutine(self.enqueue)(*arguments, **payload)
 
-    @in_coroutines("sync_to_async(job.enqueue_many)(payloads)")
+    @awaited_as("sync_to_async(job.enqueue_many)(payloads)")
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
     ) -> list[JobHandle[R_co]]:

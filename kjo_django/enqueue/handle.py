@@ -5,17 +5,14 @@ A handle is an id. It reads nothing until it is asked, and then the present stat
 
 from __future__ import annotations
 
-import functools
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
-from asgiref.sync import sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
-
 from kjo_django import states
+from kjo_django.enqueue.coroutines import awaited_as, from_coroutine
 from kjo_django.enqueue.job_status import Progress, limits_awaited, progress_of, shown_states
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
@@ -35,7 +32,6 @@ from kjo_django.states import JobState, JobStatus
 
 P = ParamSpec("P")
 """The arguments of a handler, without the context."""
-Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 """What a handler returns, and what the handle of its job therefore gives."""
@@ -66,33 +62,7 @@ class JobSnapshot:
         return str(self.status) in states.FINAL
 
 
-def in_coroutine(method: str, line: str) -> SynchronousOnlyOperation:
-    """Return the error of a method that was called in a coroutine.
-
-    :param line: what to write there instead, behind ``await``.
-    """
-    return SynchronousOnlyOperation(
-        f"{method}() uses the database. In a coroutine write: await {line}"
-    )
-
-
-def in_coroutines(line: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
-    """Have a method that is called in a coroutine say what to write there instead."""
-
-    def decorate(method: Callable[Q, R]) -> Callable[Q, R]:
-        @functools.wraps(method)
-        def checked(*args: Q.args, **kwargs: Q.kwargs) -> R:
-            try:
-                return method(*args, **kwargs)
-            except SynchronousOnlyOperation:
-                raise in_coroutine(method.__name__, line) from None
-
-        return checked
-
-    return decorate
-
-
-asked_in_coroutines = in_coroutines("handle.asnapshot(), astatus(), aprogress() or aresult()")
+look_awaited = awaited_as("handle.asnapshot(), astatus(), aprogress() or aresult()")
 
 _COLUMNS = (
     *(
@@ -216,7 +186,7 @@ class JobHandle(Generic[R_co]):
         """Whether the enqueue that answered with this handle stored a job."""
         return self.answer == "queued"
 
-    @asked_in_coroutines
+    @look_awaited
     def snapshot(self) -> JobSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such job: its
         transaction was rolled back, or its row was pruned."""
@@ -243,7 +213,7 @@ class JobHandle(Generic[R_co]):
         found = self.snapshot()
         return NO_RESULT if found is None else found.result  # type: ignore[no-any-return]
 
-    @in_coroutines("handle.await_()")
+    @awaited_as("handle.await_()")
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """Return the job's result as soon as it has completed. The end is found by polling.
 
@@ -261,8 +231,8 @@ class JobHandle(Generic[R_co]):
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
         waiter = Waiter(timeout, releases=True)
-        with use_database(await sync_to_async(self._database)()):
-            found: R_co = await waiter.await_(await sync_to_async(self._awaited)())
+        with use_database(await from_coroutine(self._database)()):
+            found: R_co = await waiter.await_(await from_coroutine(self._awaited)())
         return found
 
     def _database(self) -> str:
@@ -283,19 +253,19 @@ class JobHandle(Generic[R_co]):
 
     async def asnapshot(self) -> JobSnapshot | None:
         """``snapshot`` from asynchronous code."""
-        return await sync_to_async(self.snapshot)()
+        return await from_coroutine(self.snapshot)()
 
     async def astatus(self) -> JobStatus | None:
         """``status`` from asynchronous code."""
-        return await sync_to_async(lambda: self.status)()
+        return await from_coroutine(lambda: self.status)()
 
     async def aprogress(self) -> Progress | None:
         """``progress`` from asynchronous code."""
-        return await sync_to_async(lambda: self.progress)()
+        return await from_coroutine(lambda: self.progress)()
 
     async def aresult(self) -> R_co | NoResult:
         """``result`` from asynchronous code."""
-        return await sync_to_async(lambda: self.result)()
+        return await from_coroutine(lambda: self.result)()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JobHandle) and self.job_id == other.job_id

@@ -28,6 +28,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.exceptions import (
     CoordinationError,
     JobCancelledError,
@@ -383,7 +384,7 @@ class Waiter:
             called.set()
         pauses = self._pauses(awaited)
         while True:
-            is_ended, value, awaited = await sync_to_async(self._read)(awaited)
+            is_ended, value, awaited = await from_coroutine(self._read)(awaited)
             if is_ended:
                 return value
             pause = min(self._remaining(awaited), next(pauses))

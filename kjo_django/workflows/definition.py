@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from asgiref.sync import sync_to_async
 from django.db.models import Model
 from django.utils import timezone
 
 from kjo_django import models
+from kjo_django.enqueue.coroutines import awaited_as, from_coroutine
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, Step, new_job
-from kjo_django.enqueue.handle import in_coroutines
 from kjo_django.enqueue.storing import store, store_alike, too_large
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import storable_text
@@ -349,7 +348,7 @@ class _Part:
 
     async def aenqueue(self, **options: Any) -> WorkflowHandle:
         """``enqueue`` from asynchronous code."""
-        return await sync_to_async(self.enqueue)(**options)
+        return await from_coroutine(self.enqueue)(**options)
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
@@ -494,7 +493,7 @@ class Workflow:
         """
         return self.graph.add(step_of(job, payload), after, on_failure)
 
-    @in_coroutines("workflow.aenqueue()")
+    @awaited_as("workflow.aenqueue()")
     def enqueue(self) -> WorkflowHandle:
         """Store the workflow and its steps in the caller's transaction, and return a handle.
 
@@ -540,7 +539,7 @@ class Workflow:
 
     async def aenqueue(self) -> WorkflowHandle:
         """``enqueue`` from asynchronous code."""
-        return await sync_to_async(self.enqueue)()
+        return await from_coroutine(self.enqueue)()
 
     def __enter__(self) -> Workflow:
         return self

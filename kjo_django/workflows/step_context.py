@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mappi
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from asgiref.sync import sync_to_async
-
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.enqueue.definition import JobDefinition, Step
 from kjo_django.exceptions import PermanentError
 from kjo_django.messages.serializers import load_result, serializer_for
@@ -194,7 +193,7 @@ class WorkflowContext:
     ) -> AsyncIterator[Any]:
         """``results`` from asynchronous code."""
         found, end = self.results(step), object()
-        while (value := await sync_to_async(lambda: next(found, end))()) is not end:
+        while (value := await from_coroutine(lambda: next(found, end))()) is not end:
             yield value
 
     def outcomes(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[StepOutcome]:

@@ -6,10 +6,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asgiref.sync import sync_to_async
-
 from kjo_django import models
-from kjo_django.enqueue.handle import asked_in_coroutines, in_coroutines
+from kjo_django.enqueue.coroutines import awaited_as, from_coroutine
+from kjo_django.enqueue.handle import look_awaited
 from kjo_django.enqueue.job_status import Progress
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
@@ -66,14 +65,14 @@ class WorkflowHandle:
         """Whether the enqueue that answered with this handle stored a workflow."""
         return self.answer == "queued"
 
-    @asked_in_coroutines
+    @look_awaited
     def snapshot(self) -> WorkflowSnapshot | None:
         """Return all that the handle knows by one look, or None if there is no such workflow."""
         with use_database(self._database()):
             return snapshot(self.workflow_id)
 
     @property
-    @asked_in_coroutines
+    @look_awaited
     def status(self) -> WorkflowState | None:
         """The workflow's state, or None if there is no such workflow."""
         with use_database(self._database()):
@@ -91,7 +90,7 @@ class WorkflowHandle:
         return Progress(round(steps.percent, 1), f"{ended} of {steps.total} steps")
 
     @property
-    @asked_in_coroutines
+    @look_awaited
     def result(self) -> Any:
         """The result of the last step of a completed workflow, a list where several steps are the
         last, or ``NO_RESULT``: it has not completed."""
@@ -99,7 +98,7 @@ class WorkflowHandle:
             row = self._row("state")
             return NO_RESULT if row is None else self._result_of(row)
 
-    @in_coroutines("handle.await_()")
+    @awaited_as("handle.await_()")
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Return the workflow's result as soon as it has completed. Who commits the end notifies
         those who wait; where coordination cannot do that, the end is found by polling.
@@ -124,11 +123,11 @@ class WorkflowHandle:
         """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id), releases=True)
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
-        with use_database(await sync_to_async(self._database)()):
-            has_ended, result, _ = await sync_to_async(awaited.look)()
+        with use_database(await from_coroutine(self._database)()):
+            has_ended, result, _ = await from_coroutine(awaited.look)()
             if has_ended:
                 return result
-            await sync_to_async(waiter.__enter__)()
+            await from_coroutine(waiter.__enter__)()
             try:
                 return await waiter.await_(awaited)
             finally:
@@ -136,19 +135,19 @@ class WorkflowHandle:
 
     async def asnapshot(self) -> WorkflowSnapshot | None:
         """``snapshot`` from asynchronous code."""
-        return await sync_to_async(self.snapshot)()
+        return await from_coroutine(self.snapshot)()
 
     async def astatus(self) -> WorkflowState | None:
         """``status`` from asynchronous code."""
-        return await sync_to_async(lambda: self.status)()
+        return await from_coroutine(lambda: self.status)()
 
     async def aprogress(self) -> Progress | None:
         """``progress`` from asynchronous code."""
-        return await sync_to_async(lambda: self.progress)()
+        return await from_coroutine(lambda: self.progress)()
 
     async def aresult(self) -> Any:
         """``result`` from asynchronous code."""
-        return await sync_to_async(lambda: self.result)()
+        return await from_coroutine(lambda: self.result)()
 
     def _database(self) -> str:
         if self.database is None:

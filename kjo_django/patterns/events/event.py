@@ -12,9 +12,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from asgiref.sync import sync_to_async
-
 from kjo_django.conf import EVENT_FORMATS, get_settings
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import MessageError, PayloadError, PublishError
 from kjo_django.ids import uuid7
@@ -351,7 +350,7 @@ def publish_event(
 
 async def apublish_event(topic: str, event: BaseEvent | Mapping[str, Any], **options: Any) -> Any:
     """``publish_event`` from asynchronous code."""
-    return await sync_to_async(publish_event)(topic, event, **options)
+    return await from_coroutine(publish_event)(topic, event, **options)
 
 
 def _made(given: Mapping[str, Any]) -> BaseEvent:

@@ -19,12 +19,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import conf, registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message, message_id
@@ -90,7 +90,7 @@ class EventHandler(Handler):
                 with _within(context, event):
                     result = await function(*given(context, event))
                 if _is_replay(context):
-                    await sync_to_async(self._mark_bare)(event)
+                    await from_coroutine(self._mark_bare)(event)
                 return result
 
             return run_async

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.enqueue.storing import publish
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.ids import uuid7
@@ -108,13 +109,13 @@ class EventIdempotencyService:
 
     async def ais_event_processed(self, event_id: str, event_type: str) -> bool:
         """``is_event_processed`` from asynchronous code."""
-        return await sync_to_async(self.is_event_processed)(event_id, event_type)
+        return await from_coroutine(self.is_event_processed)(event_id, event_type)
 
     async def amark_event_processed(
         self, event_id: str, event_type: str, event_data: Mapping[str, Any] | None = None
     ) -> bool:
         """``mark_event_processed`` from asynchronous code."""
-        return await sync_to_async(self.mark_event_processed)(event_id, event_type, event_data)
+        return await from_coroutine(self.mark_event_processed)(event_id, event_type, event_data)
 
     async def aprocess_event_safely(
         self,
@@ -124,7 +125,7 @@ class EventIdempotencyService:
         event_data: Mapping[str, Any] | None = None,
     ) -> ProcessOutcome[Any]:
         """``process_event_safely`` from asynchronous code."""
-        process = sync_to_async(self.process_event_safely)
+        process = from_coroutine(self.process_event_safely)
         return await process(event_id, event_type, processor, event_data)
 
     def _key(self, event_id: str, event_type: str) -> EventKey:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, Never, TypeVar, cast, overload
 
-from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
 from kjo_django import registry, states, values
 from kjo_django.conf import declare_queue, declared_queues, get_settings, settings_as_read
+from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import milliseconds, store
@@ -455,7 +455,7 @@ class Queue:
 
     async def aenqueue(self, id: str, payload: Any, **options: Any) -> EnqueueResult:
         """``enqueue`` from asynchronous code."""
-        return await sync_to_async(self.enqueue)(id, payload, **options)
+        return await from_coroutine(self.enqueue)(id, payload, **options)
 
     async def aenqueue_and_wait(
         self,
@@ -469,9 +469,9 @@ class Queue:
         """``enqueue_and_wait`` from asynchronous code. It holds no thread while it waits."""
         waiter = Waiter(timeout)
         with use_database(database_of(self.name)):
-            await sync_to_async(waiter.__enter__)()
+            await from_coroutine(waiter.__enter__)()
             try:
-                is_known, awaited = await sync_to_async(self._enqueue_for)(
+                is_known, awaited = await from_coroutine(self._enqueue_for)(
                     waiter, id, payload, retry_failed, options
                 )
                 return awaited if is_known else await waiter.await_(awaited)
@@ -480,15 +480,15 @@ class Queue:
 
     async def acancel(self, id: str, *, abort: bool = False) -> CancelResult:
         """``cancel`` from asynchronous code."""
-        return await sync_to_async(self.cancel)(id, abort=abort)
+        return await from_coroutine(self.cancel)(id, abort=abort)
 
     async def aget_status(self, id: str) -> MessageStatus | None:
         """``get_status`` from asynchronous code."""
-        return await sync_to_async(self.get_status)(id)
+        return await from_coroutine(self.get_status)(id)
 
     async def aget_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """``get_result`` from asynchronous code."""
-        return await sync_to_async(self.get_result)(id, default)
+        return await from_coroutine(self.get_result)(id, default)
 
 
 # --- The rows of its jobs -------------------------------------------------------------------------
