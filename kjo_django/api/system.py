@@ -192,7 +192,9 @@ Totals = shape(
     "The sums of the whole time, and the present rate and lag.",
     Figures,
     per_minute=serializers.FloatField(help_text="Jobs completed, of the last whole minutes."),
-    lag=serializers.IntegerField(),
+    lag=serializers.IntegerField(
+        allow_null=True, help_text="null: not known of every queue that is consumed."
+    ),
 )
 Deploy = shape(
     "Deploy",

@@ -10,6 +10,7 @@ from django.contrib.admin.models import LogEntry
 from django.utils import timezone
 from rest_framework.test import APIClient
 
+from kjo_django import registry
 from kjo_django.models import QueueControl, Worker
 from kjo_django.operations.monitoring.health import Check
 from kjo_django.transports.base import GroupOffsets, TopicPartition
@@ -201,6 +202,21 @@ def test_metrics_tell_what_was_done(login: Login) -> None:
         "shop.send": 4,
         "tests.add": 3,
     }
+
+
+def test_a_lag_that_is_not_known_is_null_in_the_totals_and_in_the_last_point(
+    login: Login, monkeypatch
+) -> None:
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["mails"])
+    client = login("view_job")
+
+    def lags_told() -> list[int | None]:
+        told = client.get("/kjo/metrics/").json()
+        return [told["totals"]["lag"], told["points"][-1]["lag"]]
+
+    assert lags_told() == [None, None]
+    MetricBucketFactory(queue="mails", handler="", lag=4152)
+    assert lags_told() == [4152, 4152]
 
 
 @pytest.mark.parametrize("length", ["0", "59", "99999999999", "x", "1e3", ""])

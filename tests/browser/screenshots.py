@@ -107,6 +107,7 @@ def prepare(*, has_two_databases: bool) -> None:
 
     from example_project.shop.jobs import adjust_stock, write_invoice
     from example_project.shop.models import Order
+    from kjo_django import registry
     from kjo_django.limits.control import set_limit
     from kjo_django.models import MetricBucket, MetricRollup, Worker
     from kjo_django.operations import schedules
@@ -156,8 +157,9 @@ def prepare(*, has_two_databases: bool) -> None:
                 }
                 extra = {"minutes": minutes} if model is MetricRollup else {}
                 rows.append(model(**figures, **extra))
-            lag = int(40 * wave * chance.random())
-            rows.append(model(minute=start, queue="emails", worker_id=worker.pk, lag=lag, **extra))
+            for queue in registry.consumed_queue_names():
+                lag = int(40 * wave * chance.random()) if queue == "emails" else 0
+                rows.append(model(minute=start, queue=queue, worker_id=worker.pk, lag=lag, **extra))
     for model in (MetricBucket, MetricRollup):
         model.objects.bulk_create([r for r in rows if type(r) is model], ignore_conflicts=True)
 

@@ -141,6 +141,30 @@ def test_the_last_rebalance_is_that_of_the_worker_and_of_the_group(everybody):
 
 
 @pytest.mark.usefixtures("log")
+def test_the_lag_of_a_group_is_unknown_while_that_of_one_topic_is(everybody, settings, monkeypatch):
+    """The sum of the others would be taken for all."""
+    away = {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}
+    transports = {**settings.KJO["TRANSPORTS"], "away": away}
+    stock = {"consumer_group": GROUP, "transport": "away"}
+    settings.KJO = {
+        **settings.KJO,
+        "TRANSPORTS": transports,
+        "QUEUES": {**QUEUES, "stock": stock},
+    }
+    heading = f'Group {GROUP} <span class="kjo-quiet">lag '
+    assert f"{heading}17" in page_of(everybody)
+    known = MemoryTransport.offsets
+
+    def offsets(self, topics, group):
+        if "stock" in topics:
+            raise PublishError("the broker is away")
+        return known(self, topics, group)
+
+    monkeypatch.setattr(MemoryTransport, "offsets", offsets)
+    assert f"{heading}{NOTHING}" in page_of(everybody)
+
+
+@pytest.mark.usefixtures("log")
 def test_members_without_a_partition_are_named(everybody):
     WorkerFactory(name="host-1", queues=["emails"], partitions=[held(0), held(1)])
     WorkerFactory(name="host-2", queues=["emails"])

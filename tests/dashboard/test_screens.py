@@ -17,10 +17,12 @@ import kjo_django
 from kjo_django import registry
 from kjo_django.admin.dashboard import SCREENS, overview
 from kjo_django.enqueue.job_status import progress_name
+from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, Schedule
-from kjo_django.operations.monitoring.health import Check
+from kjo_django.operations.monitoring.health import ASK_AGAIN, SILENCE, Check
 from kjo_django.runtime import get_coordination
+from kjo_django.transports.memory import MemoryTransport
 from tests.dashboard.conftest import texts, url
 from tests.factories import (
     DeadLetterFactory,
@@ -283,11 +285,93 @@ def test_the_first_screen_says_that_all_is_well(everybody, healthy):
     assert verdict(everybody).endswith("the oldest job has waited for 20 min.")
 
 
-def test_the_first_screen_does_not_say_that_all_is_well_when_time_was_up(everybody, healthy):
-    healthy.append(Check("lag", None, "not checked: the time was up"))
-    assert verdict(everybody) == (
-        "1 check was not made in time: whether all is well is not known. See all checks"
-    )
+UNANSWERED = [
+    Check("lag", None, "not checked: the time was up"),
+    Check("lag", False, "timed out: no answer within 0.2 s", ASK_AGAIN),
+    Check("lag", False, "default: no answer within 0.2 s", SILENCE),
+]
+
+
+@pytest.mark.parametrize("check", UNANSWERED, ids=["not made", "timed out", "server silent"])
+def test_a_check_without_an_answer_is_grey_and_below_what_is_known(everybody, healthy, check):
+    healthy.append(check)
+    assert verdict(everybody) == ("What is known is well: 1 worker, 0 jobs a minute; no job waits.")
+    page = everybody.get(url("overview")).content.decode()
+    assert "kjo-verdict kjo-is-unknown" in page
+    assert "kjo-verdict kjo-is-bad" not in page
+    line = '<p class="kjo-quiet kjo-unknown">Unknown, for want of an answer in time: lag. <a href='
+    assert page.index("</dl>") < page.index(line)
+
+
+@pytest.mark.parametrize("check", UNANSWERED, ids=["not made", "timed out", "server silent"])
+def test_what_fails_warns_or_waits_is_said_before_what_is_unknown(everybody, healthy, check):
+    """The dead letters went unsaid, for want of the lag."""
+    DeadLetterFactory.create_batch(2)
+    healthy.append(check)
+    assert verdict(everybody).startswith("Work goes on, and 2 dead letters need a decision")
+    cache.clear()
+    healthy.append(Check("relay", False, "200 due jobs wait", "Start kjo_produce."))
+    said = verdict(everybody)
+    assert said.startswith("1 check fails. See all checks relay : 200 due jobs wait")
+    assert "lag" not in said
+
+
+def test_the_status_does_not_say_that_every_check_passes_when_one_is_unknown(everybody, healthy):
+    healthy += UNANSWERED
+    page = everybody.get(url("status")).content.decode()
+    assert "<h2>No check fails, 3 are unknown</h2>" in page
+    assert page.count(">unknown</span>") == 3
+    assert "fails</span>" not in page
+    cache.clear()
+    healthy.append(Check("relay", False, "200 due jobs wait", "Start kjo_produce."))
+    assert "<h2>1 check fails</h2>" in everybody.get(url("status")).content.decode()
+
+
+def lags_told(client, query: str = "") -> tuple[str, str]:
+    """Return the lag of the tile and that beside the chart."""
+    cache.clear()
+    page = client.get(url("overview") + query).content.decode()
+    tile = re.search(r"Consumer lag</a></dt><dd>([^<]*)</dd>", page)[1]
+    chart = page[page.index('id="kjo-chart-lag"') :]
+    return tile, re.search(r"messages <b>([^<]*)</b>", chart)[1]
+
+
+@pytest.mark.parametrize("query", ["?range=5m", "?range=1h", "?range=24h", "?range=7d"])
+def test_the_tile_and_the_chart_tell_the_same_lag(everybody, monkeypatch, query):
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["emails", "stock"])
+    now = timezone.now().replace(second=0, microsecond=0)
+
+    def measured(queue: str, lag: int, ago: int) -> None:
+        MetricBucketFactory(
+            minute=now - timedelta(minutes=ago), queue=queue, handler="", completed_count=0, lag=lag
+        )
+
+    # Given a lag that was measured twenty minutes ago
+    measured("emails", 4152, ago=20)
+    assert lags_told(everybody, query) == ("unknown", "unknown")
+    # When the lag of one of two queues is known
+    measured("stock", 1, ago=1)
+    assert lags_told(everybody, query) == ("unknown", "unknown")
+    # When that of both is
+    measured("emails", 4153, ago=0)
+    assert lags_told(everybody, query) == ("4,154", "4,154")
+
+
+def test_a_lag_that_is_unknown_is_grey(everybody):
+    page = everybody.get(url("overview")).content.decode()
+    assert re.search(r'kjo-is-unknown"><dt><a[^>]*>Consumer lag</a></dt><dd>unknown</dd>', page)
+    page = everybody.get(url("queues")).content.decode()
+    assert "unknown" not in page
+
+
+def test_the_lag_of_a_queue_whose_broker_is_away_is_unknown(everybody, monkeypatch):
+    def offsets(self, topics, group):
+        raise PublishError("the broker is away")
+
+    monkeypatch.setattr(MemoryTransport, "offsets", offsets)
+    page = everybody.get(url("queues")).content.decode()
+    cell = '" data-label="Lag"><span class="kjo-quiet">unknown</span>'
+    assert f'title="the broker is away{cell}' in page
 
 
 def test_the_first_screen_says_that_dead_letters_wait_or_that_a_check_warns(everybody, healthy):

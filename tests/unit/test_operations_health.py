@@ -75,6 +75,7 @@ def test_a_check_that_times_out_says_so_and_advises_nothing_else(monkeypatch, wo
     progress, scaling = found["progress"], found["scaling"]
     assert (progress.ok, progress.detail.startswith("timed out: no answer within")) == (False, True)
     assert progress.fix.startswith("It may be well: ask again with more time")
+    assert progress.is_unknown and scaling.is_unknown
     assert (scaling.ok, scaling.fix) == (None, "")
     assert scaling.detail == "not checked: the time was up"
     assert not is_healthy(found.values())
@@ -104,6 +105,7 @@ def test_a_transport_out_of_reach_takes_its_dependants_with_it(memory, worker):
     by_name = {found.name: found for found in health()}
     assert by_name["transports"].ok is False
     assert "the broker is away" in by_name["transports"].detail
+    assert not by_name["transports"].is_unknown
     assert by_name["topics"].ok is by_name["lag"].ok is None
     assert by_name["workers"].ok is True
 
@@ -127,11 +129,40 @@ def test_a_probe_that_hangs_is_given_up_in_time(monkeypatch):
         answers.set()
     # Then
     assert found.ok is False
+    assert found.is_unknown
     assert "no answer" in found.detail
 
     # Nobody knows that it is stopped: whoever starts it a second time does harm.
     assert "stopped, overloaded or cut off" in found.fix
     assert "Start" not in found.fix
+
+
+def test_what_needs_a_server_without_an_answer_does_not_call_it_unwell(monkeypatch, worker):
+    def silent(self, timeout):
+        raise PublishError("no metadata") from TimeoutError("no answer within 0.2 s")
+
+    monkeypatch.setattr(MemoryTransport, "probe", silent)
+    by_name = {found.name: found for found in health()}
+    assert by_name["transports"].is_unknown
+    assert by_name["lag"].detail == "not checked: transports gave no answer"
+    assert not is_healthy(by_name.values())
+
+
+def test_a_transport_that_is_broken_is_told_though_one_before_it_is_silent(settings, monkeypatch):
+    backend = settings.KJO["TRANSPORTS"]["default"]
+    settings.KJO = {**settings.KJO, "TRANSPORTS": {"default": backend, "other": backend}}
+    errors = [TimeoutError("no answer within 0.2 s"), ConnectionRefusedError("refused")]
+
+    def fail(self, timeout):
+        raise PublishError("away") from errors.pop(0)
+
+    monkeypatch.setattr(MemoryTransport, "probe", fail)
+    found = check("transports")
+    assert (found.detail, found.is_unknown, found.fix) == (
+        "other: away",
+        False,
+        "Start it, or correct KJO['TRANSPORTS'].",
+    )
 
 
 @pytest.mark.parametrize("name", ["workers", "lag", "failures", "progress", "topics"])

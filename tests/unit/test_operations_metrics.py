@@ -10,6 +10,7 @@ from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kjo_django import registry
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import Trend
@@ -22,6 +23,7 @@ HOUR = timedelta(hours=1)
 @pytest.fixture(autouse=True)
 def _now(monkeypatch):
     monkeypatch.setattr(timezone, "now", lambda: NOW)
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["mail"])
 
 
 def histogram(*seconds):
@@ -103,8 +105,62 @@ def test_the_lag_is_the_sum_of_what_each_worker_saw_last():
 
     points = metrics.series(HOUR).points
 
-    assert [point.lag for point in points[-4:]] == [None, 100, 42, None]
+    assert [point.lag for point in points[-4:]] == [None, 100, 42, 42]
     assert metrics.totals(HOUR).lag == 42
+
+
+@pytest.mark.django_db
+def test_a_lag_that_nobody_measured_lately_is_unknown_and_not_0():
+    bucket(4, handler="", lag=4152)
+
+    points = metrics.series(HOUR).points
+
+    assert [point.lag for point in points[-5:]] == [4152, None, None, None, None]
+    assert metrics.totals(HOUR).lag is None
+
+
+@pytest.mark.django_db
+def test_the_lag_of_all_queues_is_unknown_while_that_of_one_is(monkeypatch):
+    """The broker of the one is away; the sum of the others would be taken for all."""
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["mail", "stock"])
+    bucket(1, handler="", lag=40)
+    bucket(9, handler="", queue="stock", lag=4152)
+
+    assert metrics.totals(HOUR).lag is None
+    assert metrics.series(HOUR).points[-1].lag is None
+    assert metrics.series(HOUR, queue="stock").points[-1].lag is None
+    assert metrics.series(HOUR, queue="mail").points[-1].lag == 40
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("hours", [1, 24, 7 * 24])
+def test_the_last_point_of_a_series_has_the_present_lag_though_a_minute_has_just_begun(
+    hours, monkeypatch
+):
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["mail", "stock"])
+    bucket(1, handler="", queue="stock", lag=4000)
+    bucket(0, handler="", lag=152)
+    for minutes in (15, 60):
+        bucket(0, model=MetricRollup, minutes=minutes, handler="", lag=152)
+
+    assert metrics.series(timedelta(hours=hours)).points[-1].lag == 4152
+    assert metrics.totals(HOUR).lag == 4152
+
+
+@pytest.mark.django_db
+def test_a_lag_that_is_measured_seldom_is_known_until_the_next_time(settings):
+    settings.KJO = {"HEARTBEAT_INTERVAL": 120}
+    bucket(6, handler="", lag=7)
+    assert metrics.totals(HOUR).lag == 7
+    bucket(13, handler="", lag=8)
+    MetricBucket.objects.filter(lag=7).delete()
+    assert metrics.totals(HOUR).lag is None
+
+
+@pytest.mark.django_db
+def test_a_handler_has_no_lag():
+    bucket(0, handler="", lag=3)
+    assert metrics.series(HOUR, handler="shop.send").points[-1].lag is None
 
 
 @pytest.mark.django_db

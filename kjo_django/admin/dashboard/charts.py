@@ -37,11 +37,14 @@ class Line:
     """One series of values; None where nothing was measured.
 
     :param kind: names its colour in the style sheet.
+    :param is_level: whether its last value is the present one, also where that is not known; of
+        another line the present value is the last that was measured.
     """
 
     kind: str
     label: Any
     values: Sequence[float | None]
+    is_level: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def _geometry(chart: Chart) -> dict[str, Any]:
     has_days = count > 1 and chart.times[-1] - chart.times[0] > timedelta(hours=24)
     moments = [_moment(time, has_days) for time in chart.times]
     cells = [[chart.show(value) for value in line.values] for line in chart.lines]
-    latest = [chart.show(_latest(line.values)) for line in chart.lines]
+    latest = [_latest(line, chart.show) for line in chart.lines]
     return {
         "name": chart.name,
         "title": chart.title,
@@ -252,5 +255,7 @@ def _summary(chart: Chart, latest: list[str]) -> str:
     return f"{chart.title}. {'; '.join(parts)}"
 
 
-def _latest(values: Sequence[float | None]) -> float | None:
-    return next((value for value in reversed(values) if value is not None), None)
+def _latest(line: Line, show: Callable[[float | None], str]) -> str:
+    if line.is_level and line.values[-1] is None:
+        return _("unknown")
+    return show(next((value for value in reversed(line.values) if value is not None), None))

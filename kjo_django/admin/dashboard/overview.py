@@ -39,6 +39,7 @@ class Tile:
     url: str = ""
     detail: str = ""
     is_bad: bool = False
+    is_unknown: bool = False
 
 
 def chosen_range(page: Page) -> str:
@@ -58,16 +59,23 @@ def range_links(page: Page) -> list[dict[str, Any]]:
     return links
 
 
-def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
-    """Return the charts of all queues, or of one."""
+def _series(length: timedelta, queue: str | None = None) -> metrics.Series:
     # A point of a long time changes slowly, and costs more to add up.
     seconds = max(CACHE_SECONDS, length.total_seconds() / 20_000)
-    found = shared(f"series {length} {queue}", lambda: metrics.series(length, queue=queue), seconds)
+    found: metrics.Series = shared(
+        f"series {length} {queue}", lambda: metrics.series(length, queue=queue), seconds
+    )
+    return found
+
+
+def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
+    """Return the charts of all queues, or of one."""
+    found = _series(length, queue)
     marks = shared(f"deploys {length}", lambda: metrics.deploys(length), seconds=10)
     times = [point.time for point in found.points]
 
-    def line(kind: str, label: Any, name: str) -> Line:
-        return Line(kind, label, [getattr(point, name) for point in found.points])
+    def line(kind: str, label: Any, name: str, **more: Any) -> Line:
+        return Line(kind, label, [getattr(point, name) for point in found.points], **more)
 
     made = [
         Chart(
@@ -86,7 +94,8 @@ def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
     for name, title in (("run", _("Run time")), ("wait", _("Waiting time"))):
         lines = [line(f"p{p}", f"p{p}", f"{name}_p{p}") for p in (50, 95, 99)]
         made.append(Chart(name, title, times, lines, show=duration))
-    made.append(Chart("lag", _("Lag"), times, [line("lag", _("messages"), "lag")]))
+    lag = line("lag", _("messages"), "lag", is_level=True)
+    made.append(Chart("lag", _("Lag"), times, [lag]))
     return made
 
 
@@ -95,7 +104,7 @@ class Verdict:
     """One sentence that says whether all is well, and what is to be done if not."""
 
     kind: str
-    """``good``, ``warning`` or ``bad``."""
+    """``good``, ``unknown``, ``warning`` or ``bad``."""
     text: str
     checks: Sequence[health.Check] = ()
     """Those that failed or warn, each with its remedy."""
@@ -104,11 +113,10 @@ class Verdict:
     link: Any = ""
 
 
-def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
-    checks: list[health.Check] = shared(
-        "health", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
-    )
-    failed = [check for check in checks if check.ok is False]
+def _verdict(page: Page, figures: dict[str, Any], checks: Sequence[health.Check]) -> Verdict:
+    """Judge by what is known. A server has little time to answer a page: one that does not is no
+    failure."""
+    failed = [check for check in checks if not check.ok and not check.is_unknown]
     warnings = [check for check in checks if check.ok and check.fix]
     status_url, see_checks = page.url("status"), _("See all checks")
     if failed:
@@ -119,14 +127,6 @@ def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
         )
         found = [*failed, *warnings]
         return Verdict("bad", text % len(failed), found, status_url, see_checks)
-    unmade = sum(check.ok is None for check in checks)
-    if unmade:
-        text = ngettext(
-            "%d check was not made in time: whether all is well is not known.",
-            "%d checks were not made in time: whether all is well is not known.",
-            unmade,
-        )
-        return Verdict("warning", text % unmade, warnings, status_url, see_checks)
     letters = figures["open_dead_letters"]
     if letters:
         text = ngettext(
@@ -140,11 +140,13 @@ def _verdict(page: Page, figures: dict[str, Any]) -> Verdict:
         count = len(warnings)
         text = ngettext("Work goes on, with %d warning.", "Work goes on, with %d warnings.", count)
         return Verdict("warning", text % count, warnings, status_url, see_checks)
-    return Verdict("good", _well(figures))
+    if any(check.is_unknown for check in checks):
+        return Verdict("unknown", _("What is known is well: %s") % _facts(figures))
+    return Verdict("good", _("All is well: %s") % _facts(figures))
 
 
-def _well(figures: dict[str, Any]) -> str:
-    """Return the sentence for a system that needs nobody."""
+def _facts(figures: dict[str, Any]) -> str:
+    """Return the rest of the sentence for a system that needs nobody."""
     workers = ngettext("%d worker", "%d workers", figures["living_workers"])
     values = {
         "workers": workers % figures["living_workers"],
@@ -152,27 +154,28 @@ def _well(figures: dict[str, Any]) -> str:
         "age": duration(figures["oldest_waiting_seconds"]),
     }
     if figures["oldest_waiting_seconds"]:
-        return (
-            _(
-                "All is well: %(workers)s, %(rate)s jobs a minute; the oldest job has waited "
-                "for %(age)s."
-            )
-            % values
-        )
-    return _("All is well: %(workers)s, %(rate)s jobs a minute; no job waits.") % values
+        text = _("%(workers)s, %(rate)s jobs a minute; the oldest job has waited for %(age)s.")
+    else:
+        text = _("%(workers)s, %(rate)s jobs a minute; no job waits.")
+    return text % values
 
 
 def show(page: Page) -> HttpResponse:
     """Show the verdict, tiles and charts."""
     figures = shared("overview", overview.overview)
     length = RANGES[chosen_range(page)][1]
-    verdict = _verdict(page, figures)
+    checks: list[health.Check] = shared(
+        "health", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
+    )
+    verdict = _verdict(page, figures, checks)
     return page.show(
         "overview.html",
         {
-            "tiles": _tiles(page, figures),
+            # The lag is read where the chart reads it.
+            "tiles": _tiles(page, figures, _series(length).points[-1].lag),
             "summary": f"{verdict.text} {_summary(figures)}",
             "verdict": verdict,
+            "unknown": [check.name for check in checks if check.is_unknown],
             "ranges": range_links(page),
             "charts": [chart.render() for chart in charts(length)],
         },
@@ -180,7 +183,7 @@ def show(page: Page) -> HttpResponse:
     )
 
 
-def _tiles(page: Page, figures: dict[str, Any]) -> list[Tile]:
+def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> list[Tile]:
     def count(state: str) -> str:
         return capped(figures["states"][state], COUNT_LIMIT)
 
@@ -192,7 +195,8 @@ def _tiles(page: Page, figures: dict[str, Any]) -> list[Tile]:
     is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
     letters_url = page.url("dead_letters") if page.may("view_deadletter") else ""
     bad_letters, bad_workers = letters > 0, not figures["living_workers"]
-    workers, lag = number(figures["living_workers"]), number(figures["lag"])
+    workers = number(figures["living_workers"])
+    lag_text = _("unknown") if lag is None else number(lag)
     backlog_text = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
     outbox = capped(figures["backlog"], COUNT_LIMIT)
     return [
@@ -211,7 +215,10 @@ def _tiles(page: Page, figures: dict[str, Any]) -> list[Tile]:
             *(_("Oldest waiting"), duration(figures["oldest_waiting_seconds"])),
             *("", _("since it was due")),
         ),
-        Tile(_("Consumer lag"), lag, page.url("consumers"), _("messages not consumed")),
+        Tile(
+            *(_("Consumer lag"), lag_text, page.url("consumers"), _("messages not consumed")),
+            is_unknown=lag is None,
+        ),
         Tile(_("Outbox"), outbox, "", backlog_text, is_late),
         Tile(_("Workers"), workers, page.url("consumers"), _("alive"), bad_workers),
     ]
@@ -223,7 +230,7 @@ def _summary(figures: dict[str, Any]) -> str:
     ) % {
         "running": number(figures["in_flight"]),
         "failed": number(figures["failed_last_hour"]),
-        "letters": number(figures["open_dead_letters"]),
+        "letters": capped(figures["open_dead_letters"], COUNT_LIMIT),
     }
 
 

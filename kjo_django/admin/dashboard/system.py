@@ -139,10 +139,10 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
         if not row.worker["queues"] or names & set(row.worker["queues"])
     ]
     topics = [_topic(topic, sharing, members) for topic, sharing in by_topic.items()]
-    lags = [topic["lag"] for topic in topics if topic["lag"] is not None]
+    lags = [topic["lag"] for topic in topics]
     return {
         "name": name,
-        "lag": sum(lags) if lags else None,
+        "lag": None if None in lags else sum(lags),
         "members": sorted(members, key=_order),
         "rebalanced_at": rebalanced_at([each for member in members for each in member.held]),
         "topics": topics,
@@ -244,7 +244,7 @@ def _trend(queue: dict[str, Any]) -> str:
 def show_events(page: Page) -> HttpResponse:
     """Return the newest events, or those of one id."""
     wanted = page.request.GET.get("id", "").strip()[:LONGEST_ID].replace("\0", "")
-    day = shared("totals of a day", lambda: metrics.totals(timedelta(days=1)), 5)
+    day = shared("totals of a day", lambda: metrics.totals(timedelta(days=1), with_lag=False), 5)
     return page.show(
         "events.html",
         {"rows": _events(wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
@@ -269,11 +269,14 @@ def show_status(page: Page) -> HttpResponse:
     checks: list[health.Check] = shared(
         "status", lambda: health.health(CHECKS_TIMEOUT), CHECKS_TIMEOUT
     )
-    broken = [check for check in checks if check.ok is False]
+    broken = sum(not check.ok and not check.is_unknown for check in checks)
+    unknown = sum(check.is_unknown for check in checks)
     summary = _("Every check passes")
     if broken:
-        number = len(broken)
-        summary = ngettext("%d check fails", "%d checks fail", number) % number
+        summary = ngettext("%d check fails", "%d checks fail", broken) % broken
+    elif unknown:
+        text = ngettext("No check fails, %d is unknown", "No check fails, %d are unknown", unknown)
+        summary = text % unknown
     return page.show("status.html", {"checks": checks, "summary": summary}, title=_("Status"))
 
 

@@ -86,6 +86,11 @@ class Check:
     detail: str
     fix: str = ""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it found out nothing: it was not made, or there was no answer in time."""
+        return self.ok is None or self.fix in (SILENCE, ASK_AGAIN)
+
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
@@ -172,7 +177,8 @@ def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
     broken = [name for name in probe.needs if not checks[name].ok]
     if not broken:
         return None
-    return Check(probe.name, None, f"not checked: {broken[0]} is not well")
+    why = "gave no answer" if checks[broken[0]].is_unknown else "is not well"
+    return Check(probe.name, None, f"not checked: {broken[0]} {why}")
 
 
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
@@ -264,13 +270,15 @@ def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]
     aliases = list(get_settings().transports)
     # Half of the time that is left: servers that are away must not delay the other checks.
     share = timeout / 2 / max(1, len(aliases))
-    found = []
+    found, silent = [], []
     for alias in aliases:
         try:
             found.append(f"{alias}: {get_transport(alias).probe(share)}")
         except (KjoError, ImproperlyConfigured) as error:
-            return False, f"{alias}: {error}", SILENCE if is_timeout(error) else ""
-    return True, "; ".join(found), ""
+            if not is_timeout(error):
+                return False, f"{alias}: {error}", ""
+            silent.append(f"{alias}: {error}")
+    return not silent, "; ".join(silent or found), SILENCE if silent else ""
 
 
 def _topics(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:

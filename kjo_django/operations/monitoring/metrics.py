@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 from django.db.models import F, Min, Q, QuerySet, Sum
 from django.utils import timezone
 
+from kjo_django import registry
+from kjo_django.conf import get_settings
+from kjo_django.ids import ago
 from kjo_django.models import BOUNDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.rows import streamed
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 
 MINUTES = 5
 """The last whole minutes that a queue's rates are measured over."""
@@ -79,7 +82,7 @@ def add_rates(rows: Iterable[dict[str, Any]]) -> None:
 RATE_MINUTES = 2
 """The last whole minutes that the present rate is measured over."""
 LAG_AGE = timedelta(minutes=3)
-"""An older lag is not the present one."""
+"""An older lag is not the present one, unless workers measure it more seldom."""
 
 
 def _percentile_of(histogram: str, share: float) -> Any:
@@ -159,8 +162,8 @@ class Totals(Figures):
 
     per_minute: float = 0.0
     """Jobs completed a minute, over the last whole minutes."""
-    lag: int = 0
-    """As workers measured it last."""
+    lag: int | None = None
+    """As `present_lag` returns it."""
 
 
 @dataclass(slots=True)
@@ -172,7 +175,7 @@ class Summary(Figures):
 
 
 def series(length: timedelta, *, queue: str | None = None, handler: str | None = None) -> Series:
-    """Return the figures of the time up to now, by interval.
+    """Return the figures of the time up to now, by interval. The last one has the present lag.
 
     :param queue: only this queue.
     :param handler: only this handler.
@@ -199,11 +202,34 @@ def series(length: timedelta, *, queue: str | None = None, handler: str | None =
             point.add(row)
             if row.lag is not None:
                 point.lag = (point.lag or 0) + row.lag
+    if handler is None:
+        # Not of every queue it has been measured in this interval yet.
+        points[-1].lag = present_lag(queue)
     return Series(width, points)
 
 
-def totals(length: timedelta) -> Totals:
-    """Return the counts of the time up to now, and the present rate and lag; no percentiles."""
+def present_lag(queue: str | None = None) -> int | None:
+    """Return the lag as workers measured it in the last three minutes, or in the last six
+    heartbeats where these are longer. None: it is not known, or not of every queue that workers of
+    this project subscribe to.
+
+    :param queue: of this queue alone.
+    """
+    since = ago(timezone.now(), max(LAG_AGE, 6 * get_settings().heartbeat_interval))
+    rows = MetricBucket.objects.using(jobs_database()).filter(lag__isnull=False, minute__gte=since)
+    wanted = set(filter(current_runtime().holds, registry.consumed_queue_names()))
+    if queue is not None:
+        rows, wanted = rows.filter(queue=queue), {queue}
+    lags = rows.order_by("minute").values_list("queue", "worker_id", "lag")[:MOST]
+    latest = {(name, worker): lag or 0 for name, worker, lag in lags}
+    return sum(latest.values()) if wanted <= {name for name, _ in latest} else None
+
+
+def totals(length: timedelta, *, with_lag: bool = True) -> Totals:
+    """Return the counts of the time up to now, and the present rate and lag; no percentiles.
+
+    :param with_lag: whether to look for the lag, for which another query is needed.
+    """
     now = timezone.now()
     rows, width = _table(length)
     whole = _floor(now, _MINUTE)
@@ -217,13 +243,8 @@ def totals(length: timedelta) -> Totals:
     if not is_by_minute:
         minutes = MetricBucket.objects.using(jobs_database()).filter(present)
         sums |= minutes.aggregate(present=Sum("completed_count"))
-    seen = MetricBucket.objects.using(jobs_database()).filter(
-        lag__isnull=False, minute__gte=now - LAG_AGE
-    )
-    lags = seen.order_by("minute").values_list("queue", "worker_id", "lag")[:MOST]
-    latest = {(queue, worker): lag or 0 for queue, worker, lag in lags}
     rate = (sums["present"] or 0) / RATE_MINUTES
-    found = Totals(per_minute=rate, lag=sum(latest.values()))
+    found = Totals(per_minute=rate, lag=present_lag() if with_lag else None)
     for name in COUNTERS:
         setattr(found, name, sums[name] or 0)
     return found
