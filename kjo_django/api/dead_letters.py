@@ -152,7 +152,7 @@ LetterDetail = shape(
 )
 ErrorGroup = shape(
     "ErrorGroup",
-    "Open dead letters of one error in one place of one handler.",
+    "Open dead letters of one error, in one wording, in one place of one handler.",
     **columns(DeadLetter, ("fingerprint", "handler", "queue", "error_type")),
     count=serializers.IntegerField(),
     first_failed_at=serializers.DateTimeField(),
@@ -182,7 +182,8 @@ def list_letters(view: KjoView) -> Response:
 
 @endpoint("dead_letters_groups", TAG, ["view_deadletter"], {200: ErrorGroups}, query=GroupQuery)
 def list_groups(view: KjoView) -> Response:
-    """Group open dead letters by fingerprint: the same error in the same place."""
+    """Group open dead letters by fingerprint: the same error, in the same wording, in the same
+    place."""
     query = view.query(GroupQuery)
     view.refuse_texts(query)
     groups = error_groups(selected(query), limit=query["limit"])

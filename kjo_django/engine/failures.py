@@ -570,7 +570,8 @@ def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGT
 
 
 def fingerprint(handler: str, error: BaseException | None) -> str:
-    """Return an id shared by failures of one kind: handler, exception type, innermost frame."""
+    """Return an id shared by failures of one kind: handler, exception type, innermost frame, and
+    the error's wording."""
     if error is None:
         return ""
     frames = tracebacks.extract_tb(error.__traceback__)
@@ -578,7 +579,8 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
         place = f"{frames[-1].filename}:{frames[-1].name}"
     else:
         place = asked(lambda: str(getattr(error, "reason", "")), "")
-    return fingerprint_of(handler, import_path(type(error)), place)
+    text = storable_text(text_of(error))
+    return fingerprint_of(handler, import_path(type(error)), place, text)
 
 
 def source_id(delivery: Delivery, job_id: UUID | None) -> str:

@@ -24,7 +24,7 @@ _OF_THE_NEWEST = (
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Dead letters of one error in one place of one handler."""
+    """Dead letters of one error, in one wording, in one place of one handler."""
 
     fingerprint: str
     count: int

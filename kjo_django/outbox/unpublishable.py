@@ -146,7 +146,7 @@ def _fail(
         content_type=job.content_type,
         consumer_group="" if job.destination else queue.consumer_group,
         topic=job.destination or queue.levels[queue.level_of(job.priority)],
-        fingerprint=fingerprint_of(job.handler, error_type, reason),
+        fingerprint=fingerprint_of(job.handler, error_type, reason, text),
         attempts=job.attempts,
         replay_count=names.number(headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         release=runtime.settings.release,

@@ -468,9 +468,8 @@ class _Run:
         letters.filter(pk__in=[key for key, id in found if self._person.has_id(id)]).update(
             message_id=""
         )
-        return letters.update(
-            key=None, value=None, headers={}, error="", traceback="", note="Redacted."
-        )
+        texts = dict.fromkeys(("error", "traceback", "fingerprint"), "")
+        return letters.update(key=None, value=None, headers={}, note="Redacted.", **texts)
 
     # --- The database transport, events, schedules -----------------------------------------------
 

@@ -356,6 +356,7 @@ def test_a_redacted_job_keeps_its_state_and_cannot_run_again(shop: Shop) -> None
     assert (row.state, row.handler, row.error) == ("failed", "shop.refuse", "")
     assert (failure.error_type.rpartition(".")[2], failure.error) == ("PermanentError", "")
     assert (letter.state, letter.value, letter.note) == ("discarded", None, "Redacted.")
+    assert letter.fingerprint == ""  # the words of its error are in it
     assert "redacted" in row.arguments
     # When
     requeue([row])

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 from django.test import override_settings
 from django.utils import timezone
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kjo_django.conf import QueueConf, get_settings
@@ -144,6 +144,93 @@ def test_failures_of_one_kind_share_a_fingerprint():
     )
     assert fingerprint("a", None) == ""
     assert len(fingerprint("a", here())) == 16
+
+
+def fingerprint_of_text(text: str) -> str:
+    return fingerprint("a", raised(ValueError(text)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("card declined", "502 Bad Gateway"),
+        ("the card has expired", "the card is unknown"),
+        ("HTTP 502: bad gateway", "HTTP 404: not found"),
+        ("'ada' is locked", "'ada' is unknown"),
+        ("no stock of 17", "no price of 17"),
+    ],
+)
+def test_errors_of_one_place_that_say_something_else_are_of_two_kinds(one, other):
+    """Replay of the group took all, under the text of the newest."""
+    assert fingerprint_of_text(one) != fingerprint_of_text(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("order 1 is closed", "order 23.5 is closed"),
+        ("order ORD-17/b is closed", "order ORD-4/c is closed"),
+        (
+            "no row 0193d2f4-7a1c-7000-8000-00155d000001",
+            "no row 7f6212e9-9940-4b1f-8e9e-f8a0c1b2d3e4",
+        ),
+        ("no row 0x7f6212e99940", "no row 0xdeadbeef"),
+        ("duplicate key 'ada'", "duplicate key 'O'Brien, \n2nd floor'"),
+        ('duplicate key "ada"', 'duplicate key ""'),
+        ("duplicate key b'ada'", "duplicate key b'grace'"),
+        ("<Customer: Ada> is closed", "<Customer: Grace Hopper> is closed"),
+        ("no answer from https://a.example/x?y=z", "no answer from https://b.example"),
+        ("no mail to ada@example.org", "no mail to grace@example.net"),
+        ("cannot read /srv/a/b", "cannot read /srv/c"),
+        ("due 2026-05-04T10:37:20+00:00", "due 2027-01-01T00:00:00+00:00"),
+        ("ids 1, 2, 3 are locked", "ids 4 are locked"),
+        ("got {'a': 1, 'b': 2}", "got {'a': 3}"),
+        ("is locked\nDETAIL: by ada", "is locked\nDETAIL: by grace"),
+        ("  is\tlocked", "is locked"),
+        ("is 'locked", "is 'locked by ada"),
+        ("too long: '" + "x" * 499, "too long: '" + "x" * 100_000 + "'"),
+        ("ids " + "1, " * 400 + "are locked", "ids 7 are locked"),
+    ],
+)
+def test_errors_of_one_place_that_differ_in_values_only_are_of_one_kind(one, other):
+    assert fingerprint_of_text(one) == fingerprint_of_text(other)
+
+
+def test_an_apostrophe_begins_no_value():
+    one, other = "can't pay, don't retry", "can't book, don't retry"
+    assert fingerprint_of_text(one) != fingerprint_of_text(other)
+
+
+def test_what_a_text_says_after_a_hundred_characters_makes_no_kind_of_its_own():
+    said = "said " * 20
+    assert fingerprint_of_text(f"{said} ada") == fingerprint_of_text(f"{said} grace")
+
+
+def test_what_a_text_says_after_five_thousand_characters_is_not_looked_at():
+    quoted = "'" + "x" * 5000 + "'"
+    assert fingerprint_of_text(f"{quoted} is locked") == fingerprint_of_text(f"{quoted} is free")
+
+
+@given(
+    st.one_of(
+        st.text(),
+        st.text(st.characters(categories=["Cc", "Cs", "Zl", "Zp"])),
+        st.sampled_from(["'", " '", '"', "`", "<", "“", "1", "* ", "\ud800"]).map(
+            lambda text: text * 200_000
+        ),
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_whatever_others_wrote_has_a_fingerprint(text):
+    assert len(fingerprint_of_text(text)) == 16
+
+
+def test_an_error_whose_text_cannot_be_read_has_a_fingerprint():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise SystemExit
+
+    assert fingerprint("a", raised(Mute())) == fingerprint("a", raised(Mute()))
 
 
 # --- Texts ----------------------------------------------------------------------------------------

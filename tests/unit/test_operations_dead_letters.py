@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
+from kjo_django import job, registry
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
 from kjo_django.operations import dead_letters, fingerprints, jobs, rows
@@ -449,6 +450,32 @@ def test_groups_are_those_of_the_newest_letters_and_of_the_selection(monkeypatch
     assert found == ["old"]
     monkeypatch.setattr(fingerprints, "COUNT_LIMIT", 3)
     assert [(g.fingerprint, g.count) for g in error_groups()] == [("new", 2), ("old", 1)]
+
+
+@pytest.mark.parametrize("keys", [MEMORY, {}], ids=["memory", "database"])
+def test_different_errors_of_one_place_are_two_groups_and_replayed_apart(
+    keys, settings, monkeypatch
+):
+    # Given a handler with one place that raises for every answer of its bank
+    settings.KJO = KJO | keys
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+    @job(name="tests.charge", queue="ledger", max_attempts=1)
+    def charge(answer: str) -> None:
+        raise ValueError(answer)
+
+    bench = Bench()
+    for answer in ("card declined: no. 1", "502 Bad Gateway", "card declined: no. 2"):
+        charge.enqueue(answer=answer)
+    # When
+    bench.run_until_done()
+    bench.close()
+    declined, broken = error_groups()
+    # Then
+    assert (declined.count, declined.error) == (2, "card declined: no. 2")
+    assert (broken.count, broken.error) == (1, "502 Bad Gateway")
+    assert dead_letters.replay(DeadLetterFilter(fingerprint=broken.fingerprint)).replayed == 1
+    assert error_groups() == [declined]
 
 
 def test_a_group_is_resolved_by_discarding_it_with_a_note():

@@ -729,6 +729,23 @@ def test_a_record_refused_for_good_is_a_dead_letter_and_replayed_when_it_may_be_
     assert DeadLetter.objects.get().state == "replayed"
 
 
+def test_records_refused_for_other_reasons_are_other_kinds_of_dead_letters(relay, monkeypatch):
+    texts = iter(
+        ["Broker: topic 7 is unknown", "Broker: topic 8 is unknown", "Broker: not allowed"]
+    )
+
+    def refuse(records):
+        return [Published(error=next(texts), is_final=True) for _ in records]
+
+    monkeypatch.setattr(get_transport(), "publish", refuse)
+    write.enqueue_many({"job": str(number)} for number in range(3))
+    relay.publish_due()
+    first, second, third = DeadLetter.objects.order_by("error").values_list(
+        "fingerprint", flat=True
+    )
+    assert second == third != first
+
+
 def test_a_record_for_others_that_is_refused_for_good_is_a_dead_letter_too(relay, refuse_bad):
     # Given
     row = store_record("elsewhere", value=b"bad", key=b"k", headers={"a": b"1"}, kind="an.event")
