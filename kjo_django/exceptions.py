@@ -311,7 +311,7 @@ def is_ctrl_c(error: BaseException) -> bool:
     return is_main and isinstance(error, KeyboardInterrupt)
 
 
-def asked(ask: Callable[[], T], otherwise: T) -> T:
+def answer_of(ask: Callable[[], T], otherwise: T) -> T:
     """Return what an error of somebody else answers; ``otherwise`` where it raises, even what would
     end the process: code that judges or reports an error must not fail because of it."""
     try:
@@ -324,4 +324,4 @@ def asked(ask: Callable[[], T], otherwise: T) -> T:
 
 def text_of(error: BaseException) -> str:
     """Return an error's text; its type's name where it has none, or raises when it is asked."""
-    return asked(lambda: str(error), "") or type(error).__name__
+    return answer_of(lambda: str(error), "") or type(error).__name__

@@ -34,7 +34,7 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
-    asked,
+    answer_of,
     is_ctrl_c,
     text_of,
 )
@@ -554,15 +554,15 @@ def error_facts(error: BaseException | None) -> tuple[str, Any]:
         is_code = isinstance(code, (str, int)) and not isinstance(code, bool)
         return storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""
 
-    details = asked(details_of, None)
-    return asked(code_of, ""), details
+    details = answer_of(details_of, None)
+    return answer_of(code_of, ""), details
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:
     """Return the traceback; a long one loses its beginning, not the line that raised."""
     if error is None or error.__traceback__ is None:
         return ""
-    lines: list[str] = asked(lambda: tracebacks.format_exception(error), [])
+    lines: list[str] = answer_of(lambda: tracebacks.format_exception(error), [])
     if not lines:
         # Notes that raise, a SyntaxError of other things than text: where it was is left.
         lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
@@ -578,7 +578,7 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
     if frames:
         place = f"{frames[-1].filename}:{frames[-1].name}"
     else:
-        place = asked(lambda: str(getattr(error, "reason", "")), "")
+        place = answer_of(lambda: str(getattr(error, "reason", "")), "")
     text = storable_text(text_of(error))
     return fingerprint_of(handler, import_path(type(error)), place, text)
 

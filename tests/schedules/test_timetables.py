@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from cronsim import CronSim
 
-from kjo_django.timetables import NICKNAMES, Timetable, cron_expression, zone_name
+from kjo_django.timetables import INSTANT, NICKNAMES, Timetable, cron_expression, zone_name
 
 MINUTE = timedelta(minutes=1)
 
@@ -229,3 +229,35 @@ def test_the_zone_of_the_project_is_used_where_none_is_given(settings):
     settings.TIME_ZONE = "Asia/Tokyo"
     ticks = Timetable(cron="0 3 * * *").next_ticks(moment("2026-01-01"), 1)
     assert ticks == [datetime(2026, 1, 1, 18, tzinfo=UTC)]
+
+
+AROUND_CHANGES = [
+    ("Europe/Berlin", "2026-03-28", "2026-10-24"),
+    ("America/New_York", "2026-03-07", "2026-10-31"),
+    ("Australia/Lord_Howe", "2026-04-04", "2026-10-03"),  # by half an hour
+    ("America/Sao_Paulo", "2018-02-17", "2018-11-03"),  # at midnight
+    ("UTC", "2026-02-28", "2026-12-31"),
+]
+"""Zones, and days before their clocks change."""
+
+
+@pytest.mark.parametrize("zone", AROUND_CHANGES, ids=lambda zone: zone[0])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*/7 * * * *",
+        "*/20 * * * *",
+        "0 * * * *",
+        "30 0-3 * * *",
+        "15 2 * * *",
+        "0 0 * * *",
+        "0 3 1 * *",
+    ],
+)
+def test_each_tick_is_the_first_after_the_moment_before_it(text, zone):
+    """By this a process knows whether a stored tick is one of its time zone."""
+    name, *days = zone
+    table = Timetable(cron=cron_expression(text), zone=name)
+    for day in days:
+        for tick in table.next_ticks(moment(day, name), 100):
+            assert table.next_after(tick - INSTANT) == tick
