@@ -203,8 +203,6 @@ class Pipeline:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
                 # records come up elsewhere. It counts as an attempt, or it would go on for ever.
                 left = self._defer(_unsettled(left, running), count_delivery=True)
-                if not self._is_workers:
-                    raise
                 begin_new_session(self._runtime.database)
                 logger.exception("A group of %d failed", len(left))
                 return left
@@ -342,8 +340,6 @@ class Pipeline:
             self._record_lost_attempts(orphans)
         if mine:
             deferred += held_back.defer(self._run_claimed(mine, running))
-        if orphans and not self._is_workers:
-            return self.run_once(orphans)  # nothing runs beside it
         return deferred
 
     def _record_lost_attempts(self, orphans: Sequence[Delivery]) -> None:

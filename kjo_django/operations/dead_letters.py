@@ -9,12 +9,11 @@ that are still open.
 
 from __future__ import annotations
 
-import socket
 import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -26,11 +25,7 @@ from django.db.models.functions import Length
 from django.utils import timezone
 
 from kjo_django import registry, signals
-from kjo_django.conf import QueueConf, default_worker_name, get_settings
-from kjo_django.engine.attempt import Attempt, Ending, delivery_of
-from kjo_django.engine.group import Pipeline, send_signals
-from kjo_django.engine.handler.timeouts import TimeoutWatch
-from kjo_django.engine.leases import LeaseBook
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import (
     after_commit,
@@ -50,7 +45,6 @@ from kjo_django.models import (
     DeadLetterState,
     Job,
     ProcessedEvent,
-    QueueControl,
     source_of_job,
 )
 from kjo_django.operations import internal, redaction
@@ -82,7 +76,7 @@ from kjo_django.runtime import (
 )
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.transports.base import NOWHERE, OutgoingRecord, Published, Record
+from kjo_django.transports.base import OutgoingRecord, Published, Record
 from kjo_django.values import count_within
 from kjo_django.workflows.countdown import give_up
 
@@ -152,8 +146,6 @@ class ReplayReport:
     histogram: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """By reason, handler and error type."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    ended: Counter[str] = field(default_factory=Counter)
-    """Of those run in this process: how many, by ending."""
     unknown_ids: list[str] = field(default_factory=list)
     """From a topic that was read to its end: wanted ids that no record has."""
     stopped: str = ""
@@ -200,7 +192,6 @@ class ReplayReport:
                 {"reason": reason, "handler": handler, "error_type": error, "count": count}
                 for (reason, handler, error), count in self.histogram.most_common()
             ],
-            "ended": dict(self.ended),
             "samples": self.samples,
             "stopped": self.stopped or None,
             "ok": self.is_ok,
@@ -338,7 +329,6 @@ def replay(
     rate: float | None = None,
     dry_run: bool = False,
     force: bool = False,
-    reprocess: bool = False,
     actor: str = "",
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
@@ -350,7 +340,6 @@ def replay(
     :param dry_run: change nothing; report what would be replayed and what would be refused.
     :param force: also replay letters that were replayed too often, and messages that took effect
         before. Such a message gets a new id, or it would be dropped as a duplicate.
-    :param reprocess: run them in this process, instead of publishing them for the workers.
     :param actor: who asked, for the log and the letters' notes.
     :param on_changed: called with the letters of each transaction inside it.
     """
@@ -361,16 +350,15 @@ def replay(
     report = ReplayReport("table")
     known = bounded_count(rows)
     total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
-    with closing(Reprocessor()) if reprocess else nullcontext() as reprocessor:
-        replayer = Replayer(report, force, actor, on_changed, reprocessor)
-        size = 1 if rate is not None or reprocess else CHUNK
-        for keys in chunks(rows):
-            while keys and not report.stopped and (limit is None or report.replayed < limit):
-                count = size if limit is None else min(size, limit - report.replayed)
-                pace.wait()
-                replayer.replay_all(keys[:count])
-                keys = keys[count:]
-                progress(report.matched, total)
+    replayer = Replayer(report, force, actor, on_changed)
+    size = 1 if rate is not None else CHUNK
+    for keys in chunks(rows):
+        while keys and not report.stopped and (limit is None or report.replayed < limit):
+            count = size if limit is None else min(size, limit - report.replayed)
+            pace.wait()
+            replayer.replay_all(keys[:count])
+            keys = keys[count:]
+            progress(report.matched, total)
     return report
 
 
@@ -531,7 +519,6 @@ class Replayer:
     force: bool = False
     actor: str = ""
     on_changed: Observer | None = None
-    reprocessor: Reprocessor | None = None
     value: bytes | None = None
     using: str = field(default_factory=jobs_database, init=False)
     _failures_in_a_row: int = field(default=0, init=False)
@@ -550,7 +537,7 @@ class Replayer:
         letters = list(rows.defer("traceback") if is_one else rows.defer("value", "traceback"))
         self.report.skipped += len(keys) - len(letters)
         done: set[UUID] = set()
-        if not is_one and self.reprocessor is None:
+        if not is_one:
             plain = [one for one in letters if one.replay_count < get_settings().max_replays]
             done = self._requeue_together([one for one in plain if one.job_id is not None])
             done |= self._publish_together([one for one in plain if one.job_id is None])
@@ -652,16 +639,12 @@ class Replayer:
                 return
             job = rows.defer("payload", "result").first()
             if job is None or letter.source_id == source_of_job(job.pk, job.generation):
-                again = self._requeue(letter, job, rows)
+                self._requeue(letter, job, rows)
             else:
-                again = self._store_again(letter, job)
-        if again is not None and self.reprocessor is not None:
-            found = Job.objects.using(self.using).filter(pk=again).first()
-            if found is not None:
-                self.report.ended[self.reprocessor.run_job(found)] += 1
+                self._store_again(letter, job)
 
-    def _requeue(self, letter: DeadLetter, job: Job | None, rows: QuerySet[Job]) -> Any:
-        """Requeue the letter's job, which is still in its generation; return its key, or None."""
+    def _requeue(self, letter: DeadLetter, job: Job | None, rows: QuerySet[Job]) -> None:
+        """Requeue the letter's job, which is still in its generation."""
         still = rows if job is None else rows.filter(generation=job.generation)
         if not self.force:
             still = still.filter(state=JobState.FAILED)
@@ -671,7 +654,7 @@ class Replayer:
         requeue_chunk([letter.job_id], outcomes, still=still, payload=self.value, actor=self.actor)
         if outcomes.changed_count:
             self._changed([letter])
-            return letter.job_id
+            return
         state = next(iter(outcomes.counts))
         if state == RequeueResult.FORBIDDEN:
             self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
@@ -681,10 +664,9 @@ class Replayer:
             self._refuse(letter, f"the job is {now}", "--force runs it again")
         else:
             self._refuse(letter, f"the job is {state}")
-        return None
 
-    def _store_again(self, letter: DeadLetter, job: Job) -> Any:
-        """Store the letter's payload as a job of its own, and return its key, or None.
+    def _store_again(self, letter: DeadLetter, job: Job) -> None:
+        """Store the letter's payload as a job of its own.
 
         The letter's job was enqueued again since. Its new payload is neither run nor lost by this.
         """
@@ -710,11 +692,10 @@ class Replayer:
         )
         if not internal.may_run_again(again, self.actor):
             self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
-            return None
+            return
         internal.reassign(again, self.actor)
         store([again])
         self._close([letter])
-        return again.pk
 
     # --- Of a message without a job ---------------------------------------------------------------
 
@@ -735,24 +716,7 @@ class Replayer:
         record = _record_of(letter, topic, new_id=is_done)
         if self.value is not None:
             record = replace(record, value=self.value)
-        if self.reprocessor is None:
-            self.report.skipped += not self._publish([(letter, record)], queue)
-            return
-        place = Record(
-            topic=letter.topic or record.topic,
-            partition=NOWHERE if letter.partition is None else letter.partition,
-            offset=NOWHERE if letter.offset is None else letter.offset,
-            key=record.key,
-            value=record.value,
-            headers=dict(record.headers),
-            # Together with the offset it names this failure; another failure gets another letter.
-            timestamp=letter.failed_at,
-        )
-        # The letter is closed after the run: a crash in between runs the message again, and its
-        # marker makes that a duplicate.
-        if self.reprocessor.run_dead(place, queue, self.report, str(letter.pk)) not in NOT_RUN:
-            with transaction.atomic(using=self.using):
-                self._close([letter])  # if the message died again, it has a new dead letter
+        self.report.skipped += not self._publish([(letter, record)], queue)
 
     def _publish(
         self, pairs: Sequence[tuple[DeadLetter, OutgoingRecord]], queue: QueueConf
@@ -847,65 +811,6 @@ def _claim(letters: Sequence[UUID], token: str) -> Sequence[UUID]:
         logger.warning("Dead letters are replayed without leases: %s", error)
         return letters
     return [key for key, claim in zip(letters, claims, strict=True) if claim.acquired]
-
-
-# --- Running a message in this process ------------------------------------------------------------
-
-SKIPPED = Ending.SKIPPED.value
-NOT_RUN = (Ending.DEFERRED.value, SKIPPED)
-"""Endings without a run: a worker holds the message, or no handler here takes it."""
-
-
-class Reprocessor:
-    """Runs dead messages in this process, one by one, through the pipeline of a worker.
-
-    Markers, transactions, retries and dead letters are the same as in a worker.
-    """
-
-    def __init__(self) -> None:
-        self._watch = TimeoutWatch()
-        self._ended: list[Attempt] = []
-        rows = QueueControl.objects.using(jobs_database())
-        controls = {row.queue: row for row in rows}
-        runtime = replace(current_runtime(), queue_controls=controls)
-        self._leases = LeaseBook(runtime, uuid7().hex)
-        self._pipeline = Pipeline(
-            self._leases,
-            self._watch,
-            worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
-            listeners=(self._ended.extend, send_signals),
-        )
-
-    def close(self) -> None:
-        """End the thread that watches time limits."""
-        self._watch.stop()
-
-    def run(self, record: Record, queue: QueueConf) -> str:
-        """Run a record of a queue and return its ending."""
-        delivery = delivery_of(record, queue, self._leases.runtime)
-        if delivery is None:
-            return SKIPPED
-        self._leases.show_alive()
-        self._ended.clear()
-        self._pipeline.run([delivery])
-        ending = self._ended[-1].ending if self._ended else None
-        return (ending or Ending.DEFERRED).value
-
-    def run_dead(self, record: Record, queue: QueueConf, report: ReplayReport, id: str) -> str:
-        """Run a record, count its ending in the report, and return the ending."""
-        ending = self.run(record, queue)
-        report.ended[ending] += 1
-        if ending in NOT_RUN:
-            report.refuse(id, f"it was {ending}")
-        return ending
-
-    def run_job(self, job: Job) -> str:
-        """Run the next attempt of a stored job before a worker does, and return its ending."""
-        queue = get_settings().queue(job.queue)
-        sent = storing.record_of(job, queue)
-        return self.run(
-            Record(sent.topic, NOWHERE, NOWHERE, sent.key, sent.value, dict(sent.headers)), queue
-        )
 
 
 # --- The record of a replay -----------------------------------------------------------------------

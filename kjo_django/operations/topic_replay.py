@@ -16,8 +16,7 @@ import functools
 import hashlib
 import time
 import uuid
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
@@ -27,20 +26,16 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations.dead_letters import (
-    NOT_RUN,
     ORIGINS,
     REFUSED_LOOP,
     REFUSED_PROCESSED,
-    SKIPPED,
     DeadLetterFilter,
     Replayer,
     ReplayReport,
-    Reprocessor,
     find_job,
     format_of,
     generation_of,
     processed,
-    queue_of,
     replay_headers,
     replay_topic_of,
 )
@@ -73,8 +68,6 @@ class TopicReplay:
     rate: float | None = None
     dry_run: bool = False
     force: bool = False
-    reprocess: bool = False
-    """Run the records in this process, instead of publishing them."""
     actor: str = ""
 
     def __post_init__(self) -> None:
@@ -101,25 +94,18 @@ def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> R
 
     :raises PublishError: the transport cannot be reached, or the topic does not exist.
     """
-    is_run_here = request.reprocess and not request.dry_run
-    with closing(Reprocessor()) if is_run_here else nullcontext() as reprocessor:
-        return _TopicReplayer(request, progress, reprocessor).run()
+    return _TopicReplayer(request, progress).run()
 
 
 class _TopicReplayer:
-    def __init__(
-        self, request: TopicReplay, progress: Progress, reprocessor: Reprocessor | None
-    ) -> None:
+    def __init__(self, request: TopicReplay, progress: Progress) -> None:
         self._request = request
-        self._reprocessor = reprocessor
         self._progress = progress
         self._transport = get_transport(request.transport)
         self._keeps = self._transport.capabilities.replay
         self._report = ReplayReport(request.topic, is_dry_run=request.dry_run)
         self._pace = Pace(request.rate)
-        self._replayer = Replayer(
-            self._report, request.force, request.actor, reprocessor=reprocessor
-        )
+        self._replayer = Replayer(self._report, request.force, request.actor)
         named_after = request.topic.removesuffix(SUFFIX)
         self._targets = {named_after: named_after}
         """Where the messages of each topic of this project are published to again."""
@@ -248,33 +234,22 @@ class _TopicReplayer:
         return None
 
     def _publish(self, dead: DeadRecord) -> bool:
-        """Publish a record, or run it in this process; return whether it may be acknowledged."""
+        """Publish a record; return whether it may be acknowledged."""
         assert dead.target is not None
         report = self._report
         headers = replay_headers(
             dead.record.headers, dead.replay_count + 1, new_id=dead.is_processed
         )
-        if self._reprocessor is None:
-            outgoing = OutgoingRecord(
-                topic=dead.target, key=dead.record.key, value=dead.record.value, headers=headers
-            )
-            try:
-                publish_one(outgoing, self._request.transport)
-            except PublishError as error:
-                # No later record may be acknowledged before this one: the next run begins here.
-                report.fail(dead.id, error)
-                report.stopped = "a record was not accepted; run it again later"
-                return False
-        else:
-            queue = queue_of("", dead.target)
-            if queue is None:
-                report.refuse(dead.id, "no queue here reads its topic")
-                return self._keeps
-            # A message without an id is identified by its offset in this topic.
-            there = replace(dead.record, headers=headers)
-            ending = self._reprocessor.run_dead(there, queue, report, dead.id)
-            if ending in NOT_RUN:
-                return self._keeps and ending == SKIPPED
+        outgoing = OutgoingRecord(
+            topic=dead.target, key=dead.record.key, value=dead.record.value, headers=headers
+        )
+        try:
+            publish_one(outgoing, self._request.transport)
+        except PublishError as error:
+            # No later record may be acknowledged before this one: the next run begins here.
+            report.fail(dead.id, error)
+            report.stopped = "a record was not accepted; run it again later"
+            return False
         if dead.foreign_letter is not None:
             # An open row would be replayed from the table once more.
             rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.foreign_letter.pk)
@@ -295,9 +270,6 @@ class _TopicReplayer:
             self._report.refuse(dead.id, f"its job is {result}")
             return self._keeps
         self._report.replayed += 1
-        if self._reprocessor is not None:
-            ending = self._reprocessor.run_job(rows.get(pk=dead.job.pk))
-            self._report.ended[ending] += 1
         return True
 
 

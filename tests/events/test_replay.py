@@ -8,15 +8,14 @@ import json
 import pytest
 from django.core.management import call_command
 
-from kjo_django import BaseEvent, PermanentError, event_handler, signals
+from kjo_django import BaseEvent, PermanentError, event_handler
 from kjo_django.exceptions import MessageError
-from kjo_django.models import DeadLetter, DeadLetterState, Job
+from kjo_django.models import DeadLetter, DeadLetterState
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, edit_and_replay
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
-from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, send
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job
@@ -56,17 +55,17 @@ def dead_events(transport):
     service.close()
 
 
-def test_in_place_from_the_table(dead_events) -> None:
-    """KII-30: run here and now; nothing is published."""
-    report = dead_letters.replay(EVERYTHING, reprocess=True)
-    assert (report.replayed, dict(report.ended)) == (3, {"completed": 3})
+def test_from_the_table(dead_events) -> None:
+    """KII-30."""
+    assert dead_letters.replay(EVERYTHING).replayed == 3
+    dead_events.run()
     assert Entry.objects.count() == 3
     dead_events.run()
     assert Entry.objects.count() == 3
     assert not DeadLetter.objects.filter(state=DeadLetterState.OPEN).exists()
 
 
-def test_however_often_it_dies_in_place_its_last_dead_letter_is_open(transport) -> None:
+def test_however_often_it_dies_its_last_dead_letter_is_open(transport) -> None:
     """Promise 4."""
 
     @event_handler("T", topic=TOPIC)
@@ -76,45 +75,16 @@ def test_however_often_it_dies_in_place_its_last_dead_letter_is_open(transport) 
     service = Service()
     send(BaseEvent(type="T").to_bytes())
     service.run()
-    service.close()
     for times in (1, 2):
-        report = dead_letters.replay(EVERYTHING, reprocess=True)
-        assert dict(report.ended) == {"dead": 1}
+        assert dead_letters.replay(EVERYTHING).replayed == 1
+        service.run()
         (letter,) = DeadLetter.objects.filter(state=DeadLetterState.OPEN)
         assert letter.replay_count == times
+    service.close()
 
 
-def test_a_job_in_place(transport) -> None:
-    """Announced as in a worker."""
-    works: list[bool] = []
-    announced: list[str] = []
-
-    def note(sender: str, job_id: str, **facts: object) -> None:
-        announced.append(job_id)
-
-    @as_job
-    def write(job: str) -> None:
-        if not works:
-            raise PermanentError("no")
-        Entry.objects.create(job=job)
-
-    write.enqueue(job="j")
-    bench = Bench()
-    bench.run()
-    works.append(True)
-    signals.job_completed.connect(note, weak=False)
-    report = dead_letters.replay(EVERYTHING, reprocess=True)
-    signals.job_completed.disconnect(note)
-    assert dict(report.ended) == {"completed": 1}
-    assert Job.objects.get().state == JobState.COMPLETED
-    assert announced == [str(Job.objects.get().pk)]
-    bench.run_until_done()
-    bench.close()
-    assert Entry.objects.count() == 1
-
-
-def test_in_place_from_a_topic(settings) -> None:
-    """KDLQ-21: reprocess what is in the dead-letter topic, without a consumer attached to it."""
+def test_from_a_topic(settings) -> None:
+    """KDLQ-21: run again what is in the dead-letter topic, without a consumer attached to it."""
     settings.KJO = {**EVENTS, **MEMORY}
     works: list[bool] = []
 
@@ -132,17 +102,14 @@ def test_in_place_from_a_topic(settings) -> None:
     bench.run()
     Relay().publish_due()
     works.append(True)
-    report = replay_topic(TopicReplay("pay-dlq", reprocess=True))
-    again = replay_topic(TopicReplay("pay-dlq", reprocess=True))
+    report = replay_topic(TopicReplay("pay-dlq"))
+    again = replay_topic(TopicReplay("pay-dlq"))
     bench.close()
-    assert (report.replayed, dict(report.ended), again.replayed) == (1, {"completed": 1}, 0)
+    bench = Bench(bench.queue.retries)
+    bench.run()
+    bench.close()
+    assert (report.replayed, again.replayed) == (1, 0)
     assert Entry.objects.get().job == "v"
-
-
-def test_the_command_runs_them_here(dead_events) -> None:
-    out = io.StringIO()
-    call_command("kjo_replay_dlq", "--mode", "reprocess", stdout=out)
-    assert "Run here: 3 completed" in out.getvalue()
 
 
 def test_a_queue_includes_what_died_of_its_retries(transport) -> None:

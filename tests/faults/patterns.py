@@ -412,15 +412,6 @@ def replay_others(world: World, process: Process) -> None:
     process.work()
 
 
-@scenario("replay-here")
-def reprocess(world: World, process: Process) -> None:
-    with process.unwatched():
-        _two_dead(world, process)
-    everything = dead_letters.DeadLetterFilter()
-    process.ask(lambda: dead_letters.replay(everything, reprocess=True))
-    process.work()
-
-
 @scenario("replay-of-an-earlier-generation", "faults-queue")
 def replay_old(world: World, process: Process) -> None:
     queue = world.kinds.queue

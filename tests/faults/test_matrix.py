@@ -55,7 +55,7 @@ FOUND = [
     # A relay records once more where it published a job that has waited for its limit since.
     (_NAMED["rate-outside"], "commit", Fault.RAISES_AFTER, "sqlite-memory"),
     # A permit that came too late for its start is waited for in a loop, until its moment is over.
-    (_NAMED["rate-outside"], "SELECT kjo_lease", Fault.TAKES_40_S, "sqlite-memory"),
+    (_NAMED["rate-outside"], "SELECT kjo_rate_window", Fault.TAKES_40_S, "sqlite-memory"),
     # A rival's recorder waits for the workflow's row, which the struck transaction has locked.
     (_NAMED["workflow-group"], "SELECT kjo_workflow_stage", Fault.TAKES_40_S, "postgres-memory"),
     # What the failure of a step has ended is not announced: its workflow, and steps behind it.

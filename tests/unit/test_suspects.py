@@ -22,7 +22,6 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
-from kjo_django.operations.dead_letters import Reprocessor
 from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched
@@ -362,17 +361,3 @@ def test_nobody_is_lost_to_a_killer(bench, seed):
     assert set(DeadLetter.objects.values_list("reason", flat=True)) == {"stalled"}
     spent = Job.objects.filter(state="completed").values_list("attempts", flat=True)
     assert max(spent) <= 1 + len(killers)
-
-
-def test_a_replay_by_hand_runs_one_at_once(bench):
-    # Given what a worker was running when it died
-    ran = []
-    as_job(lambda n: ran.append(n), "bench.note").enqueue(n="ran")
-    left_by_the_dead(bench.poll())
-    reprocessor = Reprocessor()
-    # When
-    ending = reprocessor.run_job(Job.objects.get())
-    reprocessor.close()
-    # Then
-    assert (ending, ran) == ("completed", ["ran"])
-    assert JobFailure.objects.get().attempt == 1

@@ -36,12 +36,6 @@ class Command(KjoCommand):
         add("--group", help="With --source topic: consumer group that remembers how far it got.")
         add("--limit", type=positive, help="Replay at most this many.")
         add("--rate", type=rate, help="At most this many per second, 0.01 to 100,000.")
-        add(
-            "--mode",
-            choices=("republish", "reprocess"),
-            default="republish",
-            help="republish: for the workers; reprocess: run them here and now.",
-        )
         add("--dry-run", action="store_true", help="Change nothing; show what would happen.")
         add("--force", action="store_true", help="Also what was replayed too often or took effect.")
 
@@ -52,7 +46,6 @@ class Command(KjoCommand):
             return {name: options[name] for name in names}
 
         shared = given("limit", "rate", "dry_run", "force")
-        shared["reprocess"] = options["mode"] == "reprocess"
         filters = ("ids", "handler", "queue", "reason", "error", "fingerprint", "since", "until")
         chosen = DeadLetterFilter(**given(*filters))
         if options["queue"]:
@@ -94,9 +87,6 @@ class Command(KjoCommand):
             )
             done += f", {answer['skipped']:,} skipped"
         self.stdout.write(f"{answer['matched']:,} dead letters match, {done}")
-        if answer["ended"]:
-            ends = ", ".join(f"{count:,} {result}" for result, count in answer["ended"].items())
-            self.stdout.write(f"Run here: {ends}")
         if answer["histogram"]:
             rows = [[value or "-" for value in row.values()] for row in answer["histogram"]]
             self.table([("reason", "handler", "error", "count"), *rows])
