@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -54,7 +54,7 @@ from kjo_django.operations import jobs, search, workflows
 from kjo_django.operations.audit import log_entries
 from kjo_django.operations.bulk import operations_queue
 from kjo_django.operations.internal import Request, actor_of, is_internal, request_of
-from kjo_django.operations.rows import CHUNK, batched, lock, streamed
+from kjo_django.operations.rows import CHUNK, batched, key_of, lock, streamed
 from kjo_django.personal_data.person import Person
 from kjo_django.runtime import jobs_database, transport_class
 from kjo_django.states import FINAL, OPEN_WORKFLOWS, UNFINISHED
@@ -166,7 +166,6 @@ def erase(
     run.find_events()
     run.find_schedules()
     run.erase_workflows()
-    run.erase_log_entries()
     logger.info("%s", summary(run.report, person, actor, reference))
     return run.report
 
@@ -227,8 +226,6 @@ class _Run:
         """Dead letters that were counted with their jobs."""
         self._erased_jobs: set[str] = set()
         self._kept_jobs: set[str] = set()
-        self._logged: dict[str, list[str]] = {"job": [], "deadletter": [], "workflow": []}
-        """Keys of erased rows by the name of their model."""
 
     # --- Reading ----------------------------------------------------------------------------------
 
@@ -289,8 +286,8 @@ class _Run:
             self._add("workflows", len(taken))
             self._keep(KEPT_WORKFLOWS, len(keys) - len(taken))
             if not self.report.is_dry_run:
+                self._erase_log_entries("workflow", taken)
                 self._workflows(taken).update(unique_id=None, reason="")
-                self._logged["workflow"] += map(str, taken)
 
     def _workflows(self, keys: Sequence[Any]) -> QuerySet[Workflow]:
         return Workflow.objects.using(self._using).filter(pk__in=keys)
@@ -393,7 +390,7 @@ class _Run:
         if not keys:
             return
         self._erased_jobs.update(map(str, keys))
-        self._logged["job"] += map(str, keys)
+        self._erase_log_entries("job", keys)
         rows = Job.objects.using(self._using).filter(pk__in=keys)
         failures = JobFailure.objects.using(self._using).filter(job__in=keys)
         letters = DeadLetter.objects.using(self._using).filter(job__in=keys)
@@ -459,7 +456,7 @@ class _Run:
 
     def _erase_letters(self, letters: QuerySet[DeadLetter]) -> int:
         found = list(letters.values_list("pk", "message_id"))
-        self._logged["deadletter"] += [str(key) for key, _ in found]
+        self._erase_log_entries("deadletter", [key for key, _ in found])
         if self.report.mode is Mode.DELETE:
             return int(letters.order_by()._raw_delete(self._using))
         letters.filter(state=DeadLetterState.OPEN).update(
@@ -474,17 +471,18 @@ class _Run:
     # --- The database transport, events, schedules -----------------------------------------------
 
     def find_messages(self) -> None:
-        """Delete messages that wait in the database: those of erased jobs, copies of dead letters,
-        and, where open work is cancelled, those of other services."""
+        """Delete messages that wait in the database: those of erased jobs, also of earlier runs,
+        copies of dead letters, and, where open work is cancelled, those of other services."""
         now, rows = timezone.now(), TransportMessage.objects.all()
         columns = ("key", "headers", "value")
         for chunk in self._read("messages", rows, columns, WITH_PAYLOADS):
             gone: list[Any] = []
             waiting: list[Any] = []
-            for row in chunk:
-                headers = _headers(row["headers"])
+            pairs = [(row, _headers(row["headers"])) for row in chunk]
+            erased = self._erased_before(headers for _, headers in pairs)
+            for row, headers in pairs:
                 job = headers.get(names.JOB_ID) or headers.get(names.DLQ_JOB_ID)
-                if job in self._erased_jobs:
+                if job in self._erased_jobs or job in erased:
                     gone.append(row["pk"])
                 elif job not in self._kept_jobs and self._is_message(row, headers):
                     is_copy = names.DLQ_REASON in headers
@@ -502,6 +500,25 @@ class _Run:
                 count = messages.filter(free, pk__in=waiting).delete()[0]
                 self._add("messages", count)
                 self._keep(WAITING_MESSAGES, len(waiting) - count)
+
+    def _erased_before(self, messages: Iterable[dict[str, str]]) -> set[str]:
+        """Return the jobs of this service that messages name, and that have no row any more, or an
+        erased one: a run that was interrupted has erased them, and nobody knows whose they were.
+
+        No worker runs such a message.
+
+        :param messages: their headers.
+        """
+        service = get_settings().service_name
+        named = {
+            key: headers[names.JOB_ID]
+            for headers in messages
+            if headers.get(names.SERVICE) == service and (key := key_of(headers.get(names.JOB_ID)))
+        }
+        rows = Job.objects.using(self._using).filter(pk__in=named).exclude(content_type=ERASED)
+        for key in rows.values_list("pk", flat=True):
+            del named[key]
+        return set(named.values())
 
     def _is_message(self, row: dict[str, Any], headers: dict[str, str]) -> bool:
         person = self._person
@@ -534,19 +551,21 @@ class _Run:
             count = sum(self._person.has_value(row["payload"]) for row in chunk)
             self._keep(SCHEDULES, count)
 
-    def erase_log_entries(self) -> None:
-        """Empty what the admin's log says about erased rows. Who changed them, and when, stays."""
-        if self.report.is_dry_run or not apps.is_installed("django.contrib.admin"):
+    def _erase_log_entries(self, model: str, keys: Sequence[Any]) -> None:
+        """Empty what the admin's log says about rows that are erased. Who changed them, and when,
+        stays.
+
+        That is done before the rows are erased: a run that was interrupted must find these again.
+        """
+        if not keys or not apps.is_installed("django.contrib.admin"):
             return
         from django.contrib.admin.models import LogEntry
 
-        for model, keys in self._logged.items():
-            of_model = Q(content_type__app_label="kjo_django", content_type__model=model)
-            for some in batched(keys, CHUNK):
-                found = LogEntry.objects.filter(of_model, object_id__in=some)
-                ids = list(found.values_list("pk", flat=True))
-                emptied = LogEntry.objects.filter(pk__in=ids)
-                self._add("log_entries", emptied.update(object_repr="[erased]", change_message=""))
+        of_model = Q(content_type__app_label="kjo_django", content_type__model=model)
+        found = LogEntry.objects.filter(of_model, object_id__in=list(map(str, keys)))
+        ids = list(found.values_list("pk", flat=True))
+        emptied = LogEntry.objects.filter(pk__in=ids)
+        self._add("log_entries", emptied.update(object_repr="[erased]", change_message=""))
 
 
 def _headers(stored: Any) -> dict[str, str]:

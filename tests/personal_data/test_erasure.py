@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from django.utils import timezone
 
 from kjo_django import PermanentError, chain, job, registry
 from kjo_django.engine.handler.running import abort_name
+from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.models import (
     ORIGIN_ID,
@@ -30,7 +32,7 @@ from kjo_django.models import (
 )
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.internal import UserActor
-from kjo_django.operations.jobs import requeue
+from kjo_django.operations.jobs import cancel, requeue
 from kjo_django.operations.search import JobFilter
 from kjo_django.personal_data.erasure import Mode, Report, erase, start_erasure
 from kjo_django.personal_data.person import Person
@@ -289,6 +291,45 @@ def test_steps_that_an_interrupted_run_has_left_are_found_again(shop: Shop) -> N
     assert erased(ids=["signup-7"]).counts == {"jobs": 2, "messages": 2, "workflows": 1}
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_messages_of_jobs_that_an_interrupted_run_has_erased_are_found_again(
+    shop: Shop, mode: Mode
+) -> None:
+    """FINDINGS 2.10 k: their payload stayed until they were due, and the second run said that it
+    was complete."""
+    # Given a message of a job that was cancelled, which waits for its time in the database; and one
+    # of a job that goes on
+    later = timedelta(days=30)
+    handle = shop.welcome.using(id="welcome-7", delay=later).enqueue(**of(ADA))
+    shop.welcome.using(delay=later).enqueue(**of(BOB))
+    cancel([handle.job_id])
+
+    def interrupt(kind: str, count: int) -> None:
+        raise KeyboardInterrupt
+
+    # When
+    with pytest.raises(KeyboardInterrupt):
+        erased(ids=["welcome-7"], mode=mode, on_read=interrupt)
+    assert TransportMessage.objects.count() == 2
+    # Then
+    assert erased(ids=["welcome-7"], mode=mode, dry_run=True).counts == {"messages": 1}
+    assert erased(ids=["welcome-7"], mode=mode).counts == {"messages": 1}
+    (left,) = TransportMessage.objects.all()
+    assert BOB in bytes(left.value).decode()
+    assert not erased(ids=["welcome-7"], mode=mode).counts
+
+
+def test_a_message_that_names_a_job_of_another_service_is_not_taken_for_one_that_was_erased() -> (
+    None
+):
+    named = {names.JOB_ID: str(uuid7()).encode(), names.SERVICE: b"others"}
+    TransportMessage.objects.create(topic="shop", value=b"{}", headers=names.to_json(named))
+    odd = {names.JOB_ID: b"no id", names.SERVICE: b"tests"}
+    TransportMessage.objects.create(topic="shop", value=b"{}", headers=names.to_json(odd))
+    assert not erased(EMAIL).counts
+    assert TransportMessage.objects.count() == 2
+
+
 def test_a_redacted_job_of_a_foreign_message_still_knows_its_second_copy() -> None:
     row = JobFactory(completed=True, key="customer-7", headers={ORIGIN_ID: "m-1", "sent-by": ADA})
     erased(keys=["customer-7"], mode=Mode.REDACT)
@@ -416,7 +457,8 @@ def test_a_request_of_another_secret_key_is_refused_rather_than_find_nobody(
     assert "another SECRET_KEY" in JobFailure.objects.get().error
 
 
-def test_what_the_admins_log_says_of_erased_rows_is_emptied() -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_the_admins_log_says_of_erased_rows_is_emptied(is_interrupted: bool) -> None:
     from django.contrib.admin.models import LogEntry
 
     from kjo_django.operations.audit import log_entries
@@ -424,9 +466,16 @@ def test_what_the_admins_log_says_of_erased_rows_is_emptied() -> None:
     letter = DeadLetterFactory(key=b"customer-7", message_id=ADA)
     ann = operator()
     log_entries(ann.pk, [letter], 2, f"Discarded: {ADA} asked")
-    report = erased(keys=["customer-7"])
+
+    def note(kind: str, count: int) -> None:
+        if is_interrupted and kind == "dead_letters":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+        report = erased(keys=["customer-7"], on_read=note)
+        assert report.counts == {"dead_letters": 1, "log_entries": 1}
+    assert not DeadLetter.objects.exists()
     entry = LogEntry.objects.get()
-    assert report.counts == {"dead_letters": 1, "log_entries": 1}
     assert (entry.object_repr, entry.change_message, entry.user) == ("[erased]", "", ann)
 
 
