@@ -327,7 +327,8 @@ def _warn_ttls(settings: Settings) -> Messages:
 
 def _is_in_memory(database: Mapping[str, Any]) -> bool:
     name = str(database.get("NAME", ""))
-    return name == ":memory:" or "mode=memory" in name
+    is_address = name.startswith("file:") and (":memory:" in name or "mode=memory" in name)
+    return name == ":memory:" or is_address
 
 
 def _warn_memory_database(settings: Settings) -> Messages:
@@ -349,15 +350,17 @@ def _warn_sqlite_options(settings: Settings) -> Messages:
     read before it writes is refused at once where another has written meanwhile."""
     for alias in runtime.databases():
         database = django_settings.DATABASES.get(alias, {})
-        if "sqlite3" not in database.get("ENGINE", "") or _is_in_memory(database):
+        engine = database.get("ENGINE", "").rpartition(".")[2]
+        if engine not in ("sqlite3", "spatialite") or _is_in_memory(database):
             continue
         options = database.get("OPTIONS", {})
         begins_writing = str(options.get("transaction_mode")).upper() in ("IMMEDIATE", "EXCLUSIVE")
-        has_log = re.search(r"journal_mode\s*=\s*['\"]?wal", str(options.get("init_command")), re.I)
+        commands = str(options.get("init_command")).lower()
+        has_log = re.search(r"journal_mode\s*[=(]\s*['\"]?wal", commands)
         missing = {
             '"init_command": "PRAGMA journal_mode=WAL"': not has_log,
             '"transaction_mode": "IMMEDIATE"': not begins_writing,
-            '"timeout": 30': "timeout" not in options,
+            '"timeout": 30': not options.get("timeout") and "busy_timeout" not in commands,
         }
         if lacking := [text for text, is_missing in missing.items() if is_missing]:
             yield checks.Warning(

@@ -16,6 +16,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django import states
+from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import message_id
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
@@ -368,6 +369,20 @@ class JobFailure(StoredModel):
     def __str__(self) -> str:
         return f"{self.error_type} ({self.attempt})"
 
+    @property
+    def is_wait(self) -> bool:
+        """Whether it is none of an attempt: the job waits for a worker that knows its handler."""
+        is_of_it = all(getattr(self, name) == value for name, value in UNKNOWN_HANDLER.items())
+        return is_of_it and self.retry_at is not None
+
+
+UNKNOWN_HANDLER = {
+    "code": "unknown_type",
+    "error_type": f"{MessageError.__module__}.{MessageError.__qualname__}",
+}
+"""By what a failure is known that is none of an attempt: the job waits for a worker that knows its
+handler."""
+
 
 def is_scheduled(now: datetime) -> Q:
     """Return the condition for rows that people are shown as scheduled: due later, and no retry."""
@@ -564,7 +579,7 @@ def source_of_job(job_id: Any, generation: int) -> str:
 WORDING_READ, WORDING_KEPT = 5_000, 100
 """Characters of an error's text that are looked at, and those of its wording that count."""
 _QUOTED = re.compile(
-    r"""(?<!\w)[bu]?'.*?(?:'(?!\w)|\Z)|"[^"]*(?:"|\Z)|`[^`]*(?:`|\Z)|[“«][^”»]*[”»]?|<[^<>]*>""",
+    r"""(?<!\w)[bu]?'.*?(?:'(?!\w)|\Z)|"[^"]*(?:"|\Z)|`[^`]*(?:`|\Z)|[“«][^”»]*[”»]?|<\w[^<>]*>""",
     re.DOTALL,
 )
 _IN_VALUES = re.compile(r"[\d*@/\\=]")

@@ -128,9 +128,7 @@ def admit(
     else:
         if skipped := why_skip(delivery, row):
             return Attempt(delivery, Ending.SKIPPED, skipped, row)
-        holder, until = row.lease_token, row.lease_expires_at
-        is_held = holder and holder != leases.token and until is not None and until > now
-        if is_held and not leases.is_vanished(holder):
+        if _is_held_elsewhere(row, leases, now):
             return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
@@ -147,6 +145,13 @@ def admit(
             "that ended; it was not tried again"
         )
     return attempt
+
+
+def _is_held_elsewhere(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
+    """Return whether another worker, which lives, runs the job outside a transaction."""
+    holder, until = row.lease_token, row.lease_expires_at
+    is_held = holder and holder != leases.token and until is not None and until > now
+    return bool(is_held) and not leases.is_vanished(holder)
 
 
 def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Attempt:
@@ -197,15 +202,19 @@ def why_skip(delivery: Delivery, row: JobRow) -> Reason | None:
     return Reason.ATTEMPT if message.attempt <= row.attempts else None
 
 
-def refuse(runtime: Runtime, deliveries: Sequence[Delivery]) -> list[Attempt]:
+def refuse(leases: LeaseBook, deliveries: Sequence[Delivery]) -> list[Attempt]:
     """Return how records end that nobody can handle: they cannot be read, or no handler is
-    registered for them."""
+    registered for them.
+
+    :param leases: this worker's.
+    """
     named = [d for d in deliveries if d.message is not None and d.message.job_id is not None]
-    rows = load_rows(runtime, named)[1] if named else {}
-    return [_refused(delivery, rows.get(delivery)) for delivery in deliveries]
+    rows = load_rows(leases.runtime, named)[1] if named else {}
+    now = timezone.now()
+    return [_refused(delivery, rows.get(delivery), leases, now) for delivery in deliveries]
 
 
-def _refused(delivery: Delivery, row: JobRow | None) -> Attempt:
+def _refused(delivery: Delivery, row: JobRow | None, leases: LeaseBook, now: datetime) -> Attempt:
     problem, message = delivery.problem, delivery.message
     if problem is None:
         assert message is not None
@@ -214,10 +223,16 @@ def _refused(delivery: Delivery, row: JobRow | None) -> Attempt:
         )
     if row is not None and row.generation == NAMED_BY_OTHERS:
         row = None
-    if row is not None and (skipped := why_skip(delivery, row)):
+    if row is None:
+        return Attempt(delivery, Ending.DEAD, problem.reason, error=problem)
+    if skipped := why_skip(delivery, row):
         return Attempt(delivery, Ending.SKIPPED, skipped, row)
-    spent = row.attempts if row is not None else 0
-    return Attempt(delivery, Ending.DEAD, problem.reason, row, spent, error=problem)
+    if _is_held_elsewhere(row, leases, now):
+        return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
+    attempt = Attempt(delivery, Ending.DEAD, problem.reason, row, row.attempts, error=problem)
+    if delivery.problem is None:
+        end_expired(attempt, now)
+    return attempt
 
 
 def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> bool:

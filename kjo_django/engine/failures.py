@@ -39,12 +39,14 @@ from kjo_django.exceptions import (
     text_of,
 )
 from kjo_django.ids import uuid7
+from kjo_django.limits import held
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, kept_json, one_line, storable_text
 from kjo_django.models import (
     ORIGIN_ID,
+    UNKNOWN_HANDLER,
     DeadLetter,
     DeadLetterReason,
     Job,
@@ -192,12 +194,13 @@ def wait_for_handlers(runtime: Runtime, refused: Iterable[Attempt]) -> None:
     ]
     if wait is None or not waiting:
         return
-    waits = JobFailure.objects.using(runtime.database).filter(
-        job_id__in=[row.id for _, row in waiting], code=DeadLetterReason.UNKNOWN_TYPE
-    )
+    ids = [row.id for _, row in waiting]
+    waits = JobFailure.objects.using(runtime.database).filter(job_id__in=ids, **UNKNOWN_HANDLER)
     since: dict[tuple[Any, ...], datetime] = {}
     for *name, at in waits.values_list("job_id", "generation", "attempt", "failed_at"):
         since.setdefault(tuple(name), at)
+    # Jobs of handlers that are known here must not stand in line behind them.
+    held.leave(runtime, ids)
     now = timezone.now()
     for attempt, row in waiting:
         known = since.get((row.id, row.generation, row.attempts))
@@ -347,7 +350,10 @@ def _was_recorded(using: str, attempt: Attempt) -> bool:
         rows = Job.objects.using(using).filter(destination="")
         return born is not None and rows.filter(pk=born).exists()
     rows = Job.objects.using(using).at(job.id, job.generation)
-    state = rows.filter(attempts=attempt.number).values_list("state", flat=True).first()
+    rows = rows.filter(attempts=attempt.number)
+    if attempt.number == job.attempts and attempt.retry_at is not None:
+        rows = rows.filter(available_at=attempt.retry_at)  # it waits, and has spent no attempt
+    state = rows.values_list("state", flat=True).first()
     if attempt.ending is Ending.RETRIED:
         return state in states.OPEN
     return state == states.RESULT_OF[_ACTIONS[attempt.ending]]
@@ -378,6 +384,8 @@ def _record_job(runtime: Runtime, attempt: Attempt, now: datetime) -> tuple[Any,
     }
     if is_retry:
         changes["available_at"] = attempt.retry_at
+        if attempt.started_at is None:  # it waits, and that of the attempt before holds
+            del changes["started_at"]
     else:
         changes["finished_at"] = now
     if job is None:

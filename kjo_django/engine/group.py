@@ -223,7 +223,7 @@ class Pipeline:
         if not left:
             return deferred
         if left[0].mode is Mode.POISON:
-            refused = admission.refuse(self._runtime, left)
+            refused = admission.refuse(self._leases, left)
             if self._is_workers:  # others may know what this one does not
                 failures.wait_for_handlers(self._runtime, refused)
             return deferred + self._settle(refused)

@@ -12,6 +12,8 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 from django.db.transaction import TransactionManagementError
 
+from kjo_django.runtime import databases
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,14 +41,20 @@ def from_coroutine(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, 
 
 
 def _is_inside_transaction() -> bool:
-    """Return whether the thread of the running event loop had begun a transaction before the loop.
+    """Return whether the thread of the running event loop had begun a transaction before the loop,
+    on a database that holds jobs.
 
     While a loop runs, Django shows a thread other connections than before.
     """
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
-        return any(each.in_atomic_block for each in connections.all(initialized_only=True))
+        aliases = databases()
+        return any(
+            each.in_atomic_block or (each.connection is not None and not each.autocommit)
+            for each in connections.all(initialized_only=True)
+            if each.alias in aliases
+        )
     finally:
         asyncio._set_running_loop(loop)
 

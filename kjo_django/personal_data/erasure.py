@@ -473,8 +473,8 @@ class _Run:
     def find_messages(self) -> None:
         """Delete messages that wait in the database: those of erased jobs, also of earlier runs,
         copies of dead letters, and, where open work is cancelled, those of other services."""
-        now, rows = timezone.now(), TransportMessage.objects.all()
-        columns = ("key", "headers", "value")
+        now, rows, own = timezone.now(), TransportMessage.objects.all(), _own_groups()
+        columns = ("key", "headers", "value", "consumer_group")
         for chunk in self._read("messages", rows, columns, WITH_PAYLOADS):
             gone: list[Any] = []
             waiting: list[Any] = []
@@ -482,7 +482,8 @@ class _Run:
             erased = self._erased_before(headers for _, headers in pairs)
             for row, headers in pairs:
                 job = headers.get(names.JOB_ID) or headers.get(names.DLQ_JOB_ID)
-                if job in self._erased_jobs or job in erased:
+                is_leftover = job in erased and row["consumer_group"] in own
+                if job in self._erased_jobs or is_leftover:
                     gone.append(row["pk"])
                 elif job not in self._kept_jobs and self._is_message(row, headers):
                     is_copy = names.DLQ_REASON in headers
@@ -505,7 +506,7 @@ class _Run:
         """Return the jobs of this service that messages name, and that have no row any more, or an
         erased one: a run that was interrupted has erased them, and nobody knows whose they were.
 
-        No worker runs such a message.
+        No worker of this service runs such a message.
 
         :param messages: their headers.
         """
@@ -566,6 +567,12 @@ class _Run:
         ids = list(found.values_list("pk", flat=True))
         emptied = LogEntry.objects.filter(pk__in=ids)
         self._add("log_entries", emptied.update(object_repr="[erased]", change_message=""))
+
+
+def _own_groups() -> set[str]:
+    """Return the consumer groups of this service, and none: that of messages nobody has claimed."""
+    conf = get_settings()
+    return {"", *(conf.queue(name).consumer_group for name in registry.queue_names())}
 
 
 def _headers(stored: Any) -> dict[str, str]:

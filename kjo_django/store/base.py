@@ -95,7 +95,8 @@ class Store:
         self._publish = _update_one(
             "publish",
             f"{' = %s, '.join(place)} = %s",
-            "id = %s AND generation = %s AND attempts = %s",
+            "id = %s AND generation = %s AND attempts = %s "
+            "AND available_at = COALESCE(%s, available_at)",
         )
         self._complete = _update_one(
             "complete",
@@ -665,7 +666,8 @@ class Store:
         return set(rows.values_list("pk", "generation", "attempts", "available_at"))
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
-        """Write where messages went into the rows of their jobs, unless a job has moved on.
+        """Write where messages went into the rows of their jobs, unless a job has moved on: also to
+        another moment, for which it will have another message.
 
         :returns: the ids of the jobs whose rows others had locked, or which are gone; a lock is not
             waited for.
@@ -678,10 +680,12 @@ class Store:
                 free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
             since = _FIELDS["queued_at"].get_db_prep_save(now, connection)
             prepare_id = _FIELDS["id"].get_db_prep_save
+            prepare = _FIELDS["available_at"].get_db_prep_save
             sent = [
                 (
                     *(topic, partition, offset, since),
                     *(prepare_id(job.id, connection), job.generation, job.attempts),
+                    prepare(job.available_at, connection),
                 )
                 for job, topic, partition, offset in published
                 if job.id in free

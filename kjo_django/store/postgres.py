@@ -563,6 +563,7 @@ class PostgresStore(Store):
             ids,
             array_text([job.generation for job in jobs]),
             array_text([job.attempts for job in jobs]),
+            array_text([job.available_at for job in jobs]),
             text_array([one.topic for one in published]),
             array_text([one.partition for one in published]),
             array_text([one.offset for one in published]),
@@ -875,14 +876,16 @@ WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLI
 # server loses is published and recorded again.
 _RECORD_PUBLISHED = """
 WITH free AS MATERIALIZED (
-    SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
+    SELECT id, generation, attempts, available_at, state FROM kjo_job WHERE id = ANY(%s::uuid[])
     FOR NO KEY UPDATE SKIP LOCKED
 ), sent AS MATERIALIZED (
     SELECT v.id, v.topic, v.partition, v.position
-    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::text[], %s::int[], %s::bigint[])
-        AS v (id, generation, attempts, topic, partition, position)
+    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::text[], %s::int[],
+                %s::bigint[])
+        AS v (id, generation, attempts, available_at, topic, partition, position)
     JOIN free USING (id)
     WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
+        AND free.available_at = COALESCE(v.available_at, free.available_at)
 ), recorded AS (
     UPDATE kjo_job SET state = 'queued', topic = sent.topic, partition = sent.partition,
         "offset" = sent.position, queued_at = now()

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 from zlib import crc32
 
-from kjo_django import PermanentError, Queue, job
+from kjo_django import PermanentError, Queue, job, registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
@@ -223,3 +223,24 @@ def _publish_again(process: Process, queue: str) -> None:
 for _kind in KINDS:
     for _ending in ENDINGS:
         scenario(f"{_kind}-{_ending}", _queue_of(_kind))(_act(_kind, _ending))
+
+
+@scenario("unknown-handler")
+def _unknown(world: World, process: Process) -> None:
+    """Workers of the release before have the jobs first; then others take their place."""
+    kinds: Kinds = world.kinds
+    with process.unwatched():
+        for kind, name in (("atomic", "f1"), ("outside", "f2"), ("atomic", "f3")):
+            kinds.enqueue(process, kind, name, "completed")
+    handlers = [registry.find(name) for name in ("faults.atomic", "faults.outside")]
+    for handler in handlers:
+        assert handler is not None
+        registry.unregister(handler.name)
+    try:
+        process.work()
+    finally:
+        for handler in handlers:
+            assert handler is not None
+            registry.register(handler)
+    world.clock.advance(6)
+    process.work()

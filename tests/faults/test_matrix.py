@@ -56,6 +56,8 @@ FOUND = [
     (_NAMED["rate-outside"], "commit", Fault.RAISES_AFTER, "sqlite-memory"),
     # A permit that came too late for its start is waited for in a loop, until its moment is over.
     (_NAMED["rate-outside"], "SELECT kjo_rate_window", Fault.TAKES_40_S, "sqlite-memory"),
+    # A relay records what it has published for a job that waits for its handler by now.
+    (_NAMED["unknown-handler"], "UPDATE kjo_job", Fault.TAKES_40_S, "sqlite-memory"),
     # A rival's recorder waits for the workflow's row, which the struck transaction has locked.
     (_NAMED["workflow-group"], "SELECT kjo_workflow_stage", Fault.TAKES_40_S, "postgres-memory"),
     # What the failure of a step has ended is not announced: its workflow, and steps behind it.

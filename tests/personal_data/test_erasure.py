@@ -326,8 +326,13 @@ def test_a_message_that_names_a_job_of_another_service_is_not_taken_for_one_that
     TransportMessage.objects.create(topic="shop", value=b"{}", headers=names.to_json(named))
     odd = {names.JOB_ID: b"no id", names.SERVICE: b"tests"}
     TransportMessage.objects.create(topic="shop", value=b"{}", headers=names.to_json(odd))
+    # Another service reads our topic, and its copy of a job's message is a message of others to it.
+    ours = names.to_json({names.JOB_ID: str(uuid7()).encode(), names.SERVICE: b"tests"})
+    TransportMessage.objects.create(
+        topic="shop", value=b"{}", headers=ours, consumer_group="others-shop"
+    )
     assert not erased(EMAIL).counts
-    assert TransportMessage.objects.count() == 2
+    assert TransportMessage.objects.count() == 3
 
 
 def test_a_redacted_job_of_a_foreign_message_still_knows_its_second_copy() -> None:

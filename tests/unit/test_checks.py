@@ -268,6 +268,14 @@ def test_a_database_in_memory_is_a_warning(settings, database):
             },
             None,
         ),
+        (
+            {
+                "init_command": "PRAGMA journal_mode(WAL); PRAGMA busy_timeout=9000",
+                "transaction_mode": IMMEDIATE,
+            },
+            None,
+        ),
+        ({"init_command": WAL, "transaction_mode": IMMEDIATE, "timeout": 0}, ["timeout"]),
     ],
 )
 def test_a_file_of_sqlite_without_the_options_of_several_processes_is_a_warning(
@@ -279,6 +287,22 @@ def test_a_file_of_sqlite_without_the_options_of_several_processes_is_a_warning(
     assert [id for id, *_ in warnings] == ["W020"] * (lacking is not None)
     for _, _, hint in warnings:
         assert all(name in hint for name in lacking)
+
+
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [
+        ("file::memory:?cache=shared", "W004"),
+        ("file:jobs?mode=memory&cache=shared", "W004"),
+        ("/srv/mode=memory.db", "W020"),
+        (Path("/srv/jobs.db"), "W020"),
+    ],
+)
+def test_a_file_of_sqlite_is_told_from_a_database_in_memory(settings, database, name, id):
+    database |= {"NAME": name, "OPTIONS": {}, "ENGINE": "django.contrib.gis.db.backends.spatialite"}
+    if id == "W004":
+        database["ENGINE"] = "django.db.backends.sqlite3"
+    assert [each for each, *_ in found(settings, {}, CheckWarning)] == [id]
 
 
 def test_the_options_that_the_warning_names_are_those_of_the_pages(settings, database):

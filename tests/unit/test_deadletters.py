@@ -158,6 +158,7 @@ def fingerprint_of_text(text: str) -> str:
         ("HTTP 502: bad gateway", "HTTP 404: not found"),
         ("'ada' is locked", "'ada' is unknown"),
         ("no stock of 17", "no price of 17"),
+        ("expected a < b got c", "expected a < b or c > d"),
     ],
 )
 def test_errors_of_one_place_that_say_something_else_are_of_two_kinds(one, other):

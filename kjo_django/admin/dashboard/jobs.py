@@ -258,6 +258,8 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
             "attempt": failure.attempt,
             "error": failure.error_type,
         }
+        if failure.is_wait:
+            text = _("Waits for a worker that knows its handler")
         took = _seconds_between(failure.started_at, failure.failed_at)
         detail = _details(failure.started_at, took, failure.worker)
         steps.append(Step(failure.failed_at, "failed", text, detail, failure))

@@ -14,8 +14,8 @@ from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
 from kjo_django.models import (
+    UNKNOWN_HANDLER,
     DeadLetter,
-    DeadLetterReason,
     DeadLetterState,
     Job,
     Worker,
@@ -194,9 +194,9 @@ def unknown_handlers() -> dict[str, tuple[int, datetime]]:
     since when the first does. Past 100,000 of them, counts are lower bounds."""
     waits = Job.objects.using(jobs_database()).filter(
         state=JobState.FAILING,
-        failures__code=DeadLetterReason.UNKNOWN_TYPE,
         failures__generation=F("generation"),
         failures__attempt=F("attempts"),
+        **{f"failures__{column}": value for column, value in UNKNOWN_HANDLER.items()},
     )
     rows = waits.annotate(since=F("failures__failed_at")).order_by("pk")
     groups, _ = grouped_counts(rows, ("handler",), oldest="since")

@@ -87,6 +87,17 @@ def test_no_coroutine_asks_the_database_beside_the_transaction_of_its_thread(nam
     assert not Job.objects.exists()
 
 
+@pytest.mark.usefixtures("sqlite_file")
+def test_a_transaction_without_atomic_is_one_too():
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionManagementError, match="async_to_sync"):
+            asyncio.run(ledger.write.aenqueue(job="another"))
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
 def test_a_handler_outside_a_transaction_may_run_a_loop_of_its_own(bench):
     def work():
         asyncio.run(ledger.write.aenqueue(job="another"))

@@ -5,21 +5,22 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest import approx
 
 from kjo_django import registry
-from kjo_django.engine import admission, failures
+from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.attempt import Ending
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, JobFailure
+from kjo_django.models import DeadLetter, HeldJob, Job, JobFailure
 from kjo_django.operations import jobs
+from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.health import health
 from kjo_django.runtime import current_runtime, get_transport
 from tests.ledger import jobs as ledger
-from tests.unit.deliveries import as_job, entries, make_everything_due, states, the_job
+from tests.unit.deliveries import Bench, as_job, entries, make_everything_due, states, the_job
 from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled
 
 POISON = {
@@ -205,12 +206,11 @@ def test_jobs_that_nobody_knows_cost_a_worker_no_query_each(bench):
         unknown_here(count)
         deliveries = bench.poll()
         with CaptureQueriesContext(connection) as asked:
-            failures.wait_for_handlers(
-                current_runtime(), admission.refuse(current_runtime(), deliveries)
-            )
+            refused = admission.refuse(bench.leases, deliveries)
+            failures.wait_for_handlers(current_runtime(), refused)
         return len(asked)
 
-    assert queries(20) == queries(1) == 2
+    assert queries(20) == queries(1) == 3  # rows, failures, places in line
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["no wait is wanted", "another service's"])
@@ -227,6 +227,120 @@ def test_what_may_not_wait_for_a_handler_fails_visibly_at_once(settings, bench, 
     assert DeadLetter.objects.get().reason == "unknown_type"
     assert states() == ["failed"] * is_ours
     assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_wait_that_could_not_be_recorded_is_recorded_when_the_database_is_back(
+    bench, monkeypatch, count
+):
+    """It was taken for recorded, since it spends no attempt; nothing would have run the jobs."""
+    # Given a transaction that fails at its end, once
+    unknown_here(count)
+    record, calls = failures.record_failures, []
+
+    def fail_once(*arguments):
+        record(*arguments)
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OperationalError("the server closed the connection")
+
+    monkeypatch.setattr(failures, "record_failures", fail_once)
+    # When
+    bench.run()
+    # Then
+    assert states() == ["failing"] * count
+    assert JobFailure.objects.count() == count
+    as_job(done)
+    bench.run_until_done()
+    assert states() == ["completed"] * count
+
+
+@both
+def test_a_wait_whose_commit_was_not_answered_is_recorded_once(bench, monkeypatch):
+    unknown_here()
+    acknowledge, calls = recorder.acknowledge_within, []
+
+    def commit_without_answer(attempts):
+        acknowledge(attempts)
+        calls.append(attempts)
+        if len(calls) == 1:
+            transaction.on_commit(lose_answer)
+
+    def lose_answer():
+        raise OperationalError("the server closed the connection")
+
+    monkeypatch.setattr(recorder, "acknowledge_within", commit_without_answer)
+    bench.run()
+    assert (states(), JobFailure.objects.count()) == (["failing"], 1)
+    assert bench.results == [Ending.RETRIED]
+
+
+@both
+def test_a_job_that_a_worker_runs_is_left_to_it_by_one_that_does_not_know_its_handler(bench):
+    """The rebalance of a deploy: it ran twice."""
+    ran = []
+
+    def slow():
+        # Given the same record at a worker of the release before, while it runs
+        ran.append(1)
+        handler = registry._handlers.pop("bench.slow")
+        other = Bench(worker="before")
+        copy = other.read(delivery.record)
+        assert other.run([copy]) == [copy]
+        other.close()
+        registry.register(handler)
+
+    as_job(slow, atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    bench.run([delivery])
+    bench.run_until_done()
+    assert (states(), ran, bench.results) == (["completed"], [1], [Ending.COMPLETED])
+
+
+@both
+def test_an_expired_job_does_not_wait_for_its_handler(bench):
+    unknown_here()
+    deliveries = bench.poll()
+    Job.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
+    bench.run(deliveries)
+    assert DeadLetter.objects.get().reason == "expired"
+
+
+def test_a_job_that_waits_for_its_handler_stands_in_no_line(settings, bench):
+    """Those behind it would wait for as long."""
+    unknown_here()
+    deliveries = bench.poll()
+    HeldJob.objects.create(
+        job_id=the_job().pk,
+        generation=1,
+        limit="RATE:queue:ledger",
+        queue="ledger",
+        rank=0,
+        is_released=True,
+        waiting_since=timezone.now(),
+    )
+    bench.run(deliveries)
+    assert (states(), HeldJob.objects.exists()) == (["failing"], False)
+
+
+def test_an_error_of_a_handler_with_the_same_code_is_no_wait(bench):
+    class OwnError(Exception):
+        code = "unknown_type"
+
+    def broken_by_type():
+        raise OwnError
+
+    as_job(broken_by_type).enqueue()
+    bench.run()
+    assert JobFailure.objects.get().code == "unknown_type"
+    assert status.unknown_handlers() == {}
+    JobFailure.objects.update(failed_at=timezone.now() - timedelta(hours=2))
+    registry.unregister("bench.broken_by_type")
+    make_everything_due()
+    bench.run()
+    assert (states(), the_job().attempts) == (["failing"], 1)
+    assert the_job().started_at is not None  # that of the attempt that ran
 
 
 def test_a_job_that_was_cancelled_does_not_wait_for_its_handler(bench):
