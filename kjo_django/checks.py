@@ -23,6 +23,7 @@ E019    an isolation level or a character set of MariaDB or MySQL that jobs cann
 E020    a SERVICE_NAME that no CloudEvent can have as its source
 E021    a SCHEMA_REGISTRY, a schema or its options that cannot be used (contrib.schema_registry)
 E022    enqueue_on_save of a model in another database than the jobs of the queue
+E023    TASKS that name KJOBackend without kjo_django in INSTALLED_APPS (contrib.tasks)
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats

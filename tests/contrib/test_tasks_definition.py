@@ -14,6 +14,8 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
+from django.core.exceptions import ImproperlyConfigured
+
 from kjo_django.contrib.tasks import KJOTask, compat, task
 from tests.contrib import conftest
 
@@ -115,6 +117,21 @@ def test_checks(tasks: Any, settings: Any, parameters: Any, id: str, text: str) 
     assert text in message.msg
 
 
+def test_a_backend_without_its_app_is_found(tasks: Any, settings: Any) -> None:
+    backend = compat.task_backends["other"]
+    settings.INSTALLED_APPS = []
+    # When
+    [message] = backend.check()
+    # Then
+    assert (message.id, message.is_serious()) == ("kjo.E023", True)
+    assert "TASKS['other']['BACKEND'] is KJOBackend" in message.msg
+    assert "INSTALLED_APPS = [..., 'kjo_django']" in message.hint
+    # And whoever uses it, where nobody has run the checks, reads the same
+    for use in (lambda: tasks.add.enqueue(1), lambda: backend.get_result("1")):
+        with pytest.raises(ImproperlyConfigured, match=r"TASKS.*INSTALLED_APPS = "):
+            use()
+
+
 def test_a_queue_that_carries_no_jobs_is_found(tasks: Any) -> None:
     from kjo_django import registry
 
@@ -132,8 +149,6 @@ def test_right_settings_have_no_findings(tasks: Any) -> None:
 
 @pytest.mark.django_db
 def test_wrong_options_stop_an_enqueue(tasks: Any, settings: Any) -> None:
-    from django.core.exceptions import ImproperlyConfigured
-
     options = {"OPTIONS": {"max_attempts": "many"}}
     settings.TASKS = {"default": {"BACKEND": conftest.BACKEND, **options}}
     with pytest.raises(ImproperlyConfigured, match="max_attempts"):

@@ -81,6 +81,41 @@ def test_one_process_enqueues_another_runs(tmp_path: Path) -> None:
         assert done.stdout.endswith("all is well\n")
 
 
+WITHOUT_THE_APP = """
+import django
+from django.conf import settings
+from django.core.checks import run_checks
+
+settings.configure(
+    SECRET_KEY="x",
+    INSTALLED_APPS=[],
+    TASKS={"default": {"BACKEND": "kjo_django.contrib.tasks.KJOBackend", "QUEUES": ["mails"]}},
+)
+import tests.contrib.declared_alone  # as a module of models does that enqueues the task
+
+django.setup()
+print(*(message.id for message in run_checks()))
+"""
+
+
+@needs_framework
+def test_the_frameworks_own_check_says_that_the_app_is_missing() -> None:
+    assert output_of(WITHOUT_THE_APP) == "kjo.E023\n"
+
+
+def output_of(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_backends_of_others_are_left_alone(settings: Any) -> None:
     settings.TASKS = {"default": {"BACKEND": "does.not.exist"}, "empty": {}}
     load_backends()

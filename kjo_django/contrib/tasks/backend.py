@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from django.apps import apps
 from django.core.checks import CheckMessage, Error
 from django.core.exceptions import ImproperlyConfigured
 
@@ -73,11 +74,12 @@ class KJOBackend(BaseTaskBackend):
 
         :raises InvalidTask: the task cannot be run here; with ``QUEUES`` empty, also a queue that
             nobody declared, which no worker would consume.
+        :raises ImproperlyConfigured: ``OPTIONS`` are wrong, or ``INSTALLED_APPS`` lack
+            ``kjo_django``.
         :raises TypeError: it does not take these arguments, or they are not JSON.
         :raises PayloadError: they are too large.
         """
-        from kjo_django.contrib.tasks import results
-
+        results = self._results()
         self.validate_task(task)
         if not self.queues:
             _known_queue(task.queue_name)
@@ -87,7 +89,7 @@ class KJOBackend(BaseTaskBackend):
             inspect.signature(task.func).bind(*first, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{task.module_path}: {error}") from None
-        result = results.store_task(self, task, args, kwargs)
+        result: KJOTaskResult = results.store_task(self, task, args, kwargs)
         if result.is_new:
             task_enqueued.send_robust(sender=type(self), task_result=result)
         return result
@@ -96,10 +98,10 @@ class KJOBackend(BaseTaskBackend):
         """Return the result of a task that was enqueued on this backend.
 
         :raises TaskResultDoesNotExist: there is none, or its lifetime is over.
+        :raises ImproperlyConfigured: ``INSTALLED_APPS`` lack ``kjo_django``.
         """
-        from kjo_django.contrib.tasks import results
-
-        return results.get_result(self, result_id)
+        found: KJOTaskResult = self._results().get_result(self, result_id)
+        return found
 
     def default(self, task: Any, name: str) -> Any:
         """Return a task's option, or the default in ``OPTIONS``.
@@ -114,8 +116,25 @@ class KJOBackend(BaseTaskBackend):
         return self.options.get(name)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """Check the options and the queues without a connection."""
-        return [*self._problems(), *self._queue_problems()]
+        """Check the options, the queues and ``INSTALLED_APPS`` without a connection."""
+        return [*self._app_problems(), *self._problems(), *self._queue_problems()]
+
+    def _results(self) -> Any:
+        # Without the app its models cannot be imported; Django's error does not name the setting.
+        for problem in self._app_problems():
+            raise ImproperlyConfigured(f"{problem.msg} {problem.hint}")
+        from kjo_django.contrib.tasks import results
+
+        return results
+
+    def _app_problems(self) -> Iterator[CheckMessage]:
+        if not apps.is_installed("kjo_django"):
+            yield Error(
+                f"TASKS[{self.alias!r}]['BACKEND'] is {type(self).__name__}, and INSTALLED_APPS "
+                "lack 'kjo_django', which has its tables, and the command that runs tasks.",
+                hint="Write it there: INSTALLED_APPS = [..., 'kjo_django'].",
+                id="kjo.E023",
+            )
 
     def _problems(self) -> Iterator[CheckMessage]:
         where = f"TASKS[{self.alias!r}]['OPTIONS']"
