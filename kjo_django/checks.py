@@ -41,6 +41,7 @@ W014    a producer's topic or stream that no queue or consumer declares
 W018    a job's priority on a queue of a broker that has one level
 W019    (deploy) a queue's database without the tables of this app
 W020    a file of SQLite without the options that several processes need
+W021    the backport django_tasks beside Django's own tasks, which are served (contrib.tasks)
 ======  ============================================================================================
 """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
+from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.contrib.tasks import KJOTask, compat, task
@@ -130,6 +133,26 @@ def test_a_backend_without_its_app_is_found(tasks: Any, settings: Any) -> None:
     for use in (lambda: tasks.add.enqueue(1), lambda: backend.get_result("1")):
         with pytest.raises(ImproperlyConfigured, match=r"TASKS.*INSTALLED_APPS = "):
             use()
+
+
+def test_a_second_framework_beside_the_one_that_is_served_is_found(
+    tasks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> list[Any]:
+        return [each for each in run_checks(tags=["kjo"]) if each.id == "kjo.W021"]
+
+    # Given only one
+    monkeypatch.setitem(sys.modules, "django_tasks.base", SimpleNamespace(Task=compat.Task))
+    assert found() == []
+    # When
+    monkeypatch.setitem(sys.modules, "django_tasks.base", SimpleNamespace(Task=object))
+    # Then
+    [warning] = found()
+    assert "Both django.tasks and django_tasks are in use" in warning.msg
+    assert "from django.tasks" in warning.hint
+    # And without the backport
+    monkeypatch.delitem(sys.modules, "django_tasks.base")
+    assert found() == []
 
 
 def test_a_queue_that_carries_no_jobs_is_found(tasks: Any) -> None:

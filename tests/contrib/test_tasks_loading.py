@@ -103,6 +103,45 @@ def test_the_frameworks_own_check_says_that_the_app_is_missing() -> None:
     assert output_of(WITHOUT_THE_APP) == "kjo.E023\n"
 
 
+BESIDE_THE_BACKPORT = """
+import sys
+import django
+from django.conf import settings
+from django.core.checks import run_checks
+
+settings.configure(
+    SECRET_KEY="x",
+    USE_TZ=True,
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "db.sqlite3"}},
+    INSTALLED_APPS=["kjo_django", *APPS],
+    TASKS={"default": {"BACKEND": "kjo_django.contrib.tasks.KJOBackend"}},
+)
+django.setup()
+MORE
+# No worker runs beside it, so SQLite needs no options for several processes
+print(*(message.id for message in run_checks() if message.id != "kjo.W020"))
+"""
+
+
+@pytest.mark.skipif(find_spec("django_tasks") is None, reason="without the backport django-tasks")
+@pytest.mark.parametrize(
+    ("apps", "more", "told"),
+    [
+        ([], "", ""),
+        ([], "import django_tasks", "kjo.W021"),
+        (["django_tasks"], "", "kjo.W021"),
+    ],
+    ids=["not loaded", "imported", "an app"],
+)
+def test_the_backport_beside_djangos_own_tasks_is_told(
+    apps: list[str], more: str, told: str
+) -> None:
+    """Without tasks of its own Django has no second framework, and nothing is told."""
+    told = told if find_spec("django.tasks") else ""
+    program = BESIDE_THE_BACKPORT.replace("APPS]", f"{apps}]").replace("MORE", more)
+    assert output_of(program) == f"{told}\n"
+
+
 def output_of(program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.apps import apps
+from django.core import checks
 from django.core.checks import CheckMessage, Error
 from django.core.exceptions import ImproperlyConfigured
 
@@ -20,6 +21,7 @@ from kjo_django.contrib.tasks.compat import (
     BaseTaskBackend,
     InvalidTask,
     TaskResultStatus,
+    is_backport_unserved,
     normalize_json,
     task_backends,
     task_enqueued,
@@ -161,6 +163,24 @@ class KJOBackend(BaseTaskBackend):
                     hint="Give the tasks a queue that no template consumer or event handler has.",
                     id="kjo.E010",
                 )
+
+
+@checks.register("kjo")
+def check_frameworks(**kwargs: Any) -> list[CheckMessage]:
+    """Warn of the backport beside Django's own tasks: what waits for its signals waits in vain."""
+    if not is_backport_unserved():
+        return []
+    return [
+        checks.Warning(
+            "Both django.tasks and django_tasks are in use, and KJOBackend serves the first. Tasks "
+            "that are declared with the second run, but django_tasks.signals tell nothing of them, "
+            "and no result or exception is an instance of the classes of django_tasks.",
+            hint="Import signals, exceptions and types from django.tasks. Where django_tasks only "
+            "declares tasks, as in a library, nothing is missed: SILENCED_SYSTEM_CHECKS = "
+            "['kjo.W021'].",
+            id="kjo.W021",
+        )
+    ]
 
 
 def _is_queue_name(name: Any) -> bool:

@@ -100,6 +100,7 @@ __all__ = [
     "TaskResultDoesNotExist",
     "TaskResultStatus",
     "checks",
+    "is_backport_unserved",
     "is_task",
     "normalize_json",
     "task_backends",
@@ -115,3 +116,9 @@ def is_task(value: Any) -> bool:
         return True
     backport = sys.modules.get("django_tasks.base")
     return backport is not None and isinstance(value, backport.Task)
+
+
+def is_backport_unserved() -> bool:
+    """Return whether the backport is loaded although Django has tasks, which are served then."""
+    backport = sys.modules.get("django_tasks.base")
+    return backport is not None and backport.Task is not Task
