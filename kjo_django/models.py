@@ -209,6 +209,16 @@ class Job(StoredModel):
     )
     result_expires_at = models.DateTimeField(_("result expires at"), null=True, blank=True)
     error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH, blank=True, default="")
+    worker = models.CharField(
+        _("worker"),
+        max_length=255,
+        blank=True,
+        default="",
+        db_default="",  # the stores do not name the column, nor does the release before
+        help_text=_(
+            "The worker that completed it, kept where the job asks for it, as Django Tasks do."
+        ),
+    )
     destination = models.CharField(
         _("destination"),
         max_length=249,

@@ -129,7 +129,7 @@ class JobAdmin(KjoAdmin):
         *("shown_state", "shown_attempts", "shown_progress"),
     )
     what_it_became = ("generation", "created_at", "shown_due", "expires_at", "queued_at")
-    how_it_ended = ("started_at", "finished_at", "shown_error", "result_expires_at")
+    how_it_ended = ("started_at", "finished_at", "worker", "shown_error", "result_expires_at")
     where_it_is = ("topic", "partition", "offset", "content_type")
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:

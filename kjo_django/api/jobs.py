@@ -142,7 +142,7 @@ COLUMNS = (
     *("created_at", "available_at", "expires_at", "started_at", "finished_at"),
 )
 DETAILS = (
-    *("generation", "queued_at", "result_expires_at", "content_type"),
+    *("generation", "queued_at", "worker", "result_expires_at", "content_type"),
     *("topic", "partition", "offset"),
 )
 OF_ATTEMPTS = (

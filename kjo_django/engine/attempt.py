@@ -245,6 +245,8 @@ class Attempt:
     """The wrapped, serialized return value."""
     result_ttl: int | None = None
     """Milliseconds its outcome is kept, where the run changed that."""
+    worker: str = ""
+    """The name of its worker, where the run wants it kept with the completed job."""
     error: BaseException | None = None
     abort_reason: Abort | None = None
     """Why its run was asked to end early, if it was."""

@@ -154,6 +154,7 @@ def complete(
             attempt.result,
             _place_of(row, attempt.delivery.record) if row.state in _AWAITING else None,
             attempt.result_ttl,
+            attempt.worker,
         )
         for attempt in attempts
         if (row := attempt.row) is not None

@@ -31,8 +31,9 @@ def shown_states(jobs: Sequence[Job]) -> dict[Any, JobStatus]:
     return {job.pk: job.status_with(leased=job.pk in leased) for job in jobs}
 
 
-def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
-    """Return the keys of the open jobs on which a living worker holds a lease of coordination.
+def leased_jobs(jobs: Iterable[Job]) -> dict[Any, str]:
+    """Return the keys of the open jobs on which a living worker holds a lease of coordination, each
+    with the worker's token.
 
     Nothing else shows that an atomic handler runs. All leases are asked for at once.
     """
@@ -43,21 +44,22 @@ def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
         if job.state in states.OPEN
     }
     live = live_leases(list(leases.values()))
-    return {key for key, name in leases.items() if name in live}
+    return {key: live[name] for key, name in leases.items() if name in live}
 
 
-def live_leases(leases: Sequence[str]) -> set[str]:
-    """Return the lease names that a living worker holds; none while coordination is away."""
+def live_leases(leases: Sequence[str]) -> dict[str, str]:
+    """Return the lease names that a living worker holds, each with its token; none while
+    coordination is away."""
     if not leases:
-        return set()
+        return {}
     coordination = get_coordination()
     try:
         owners = coordination.holders(leases)
         living = coordination.holders(sorted({alive_name(token) for token in owners.values()}))
     except CoordinationError as error:
         logger.warning("Leases cannot be asked for, the rows decide: %s", error)
-        return set()
-    return {name for name, token in owners.items() if alive_name(token) in living}
+        return {}
+    return {name: token for name, token in owners.items() if alive_name(token) in living}
 
 
 # --- Limits ---------------------------------------------------------------------------------------

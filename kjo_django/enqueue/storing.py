@@ -410,6 +410,7 @@ def fresh_run(job_queue: str) -> dict[str, Any]:
         "result": None,
         "result_expires_at": None,
         "error": "",
+        "worker": "",
         "topic": "",
         "partition": None,
         "offset": None,

@@ -506,7 +506,7 @@ def lock_jobs(keys: Sequence[Any]) -> tuple[list[Job], set[Any], int]:
         for job in held
         if job.state in states.OPEN and job.lease_expires_at and job.lease_expires_at > now
     }
-    busy = leased_by_row | leased_jobs([job for job in held if job.pk not in leased_by_row])
+    busy = leased_by_row.union(leased_jobs([job for job in held if job.pk not in leased_by_row]))
     return (
         [job for job in held if job.pk not in busy],
         present - {job.pk for job in held} | busy,

@@ -100,7 +100,7 @@ class Store:
         )
         self._complete = _update_one(
             "complete",
-            "finished_at = %s, error = '', lease_token = '', lease_expires_at = NULL, "
+            "finished_at = %s, error = '', lease_token = '', lease_expires_at = NULL, worker = %s, "
             "attempts = %s, started_at = %s, result = %s, result_ttl = %s, result_expires_at = %s, "
             + ", ".join(f"{column} = COALESCE(%s, {column})" for column in place),
             "id = %s AND generation = %s",
@@ -377,7 +377,7 @@ class Store:
             *place, since = one.place or NOWHERE
             rows.append(
                 (
-                    *(moment, one.attempt, prepare(one.started_at, connection)),
+                    *(moment, one.worker, one.attempt, prepare(one.started_at, connection)),
                     None if one.result is None else binary(one.result, connection),
                     *(ttl, expiry[ttl], *place, since and prepare(since, connection)),
                     *(prepare_id(one.row.id, connection), one.row.generation),
@@ -889,8 +889,8 @@ _WINDOWS = 100
 _PAYLOAD = DueJob._fields.index("payload")
 _CONTENT = ("id", "generation", "payload")
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
-JOB_FIELDS = Job._meta.local_concrete_fields
-"""The columns of a job's row, in the order of ``INSERT`` and ``COPY``."""
+JOB_FIELDS = [field for field in Job._meta.local_concrete_fields if field.name != "worker"]
+"""The columns of a job's row, in the order of ``INSERT`` and ``COPY``; of a new job none worked."""
 _JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
 WORKFLOW_COLUMNS = ["state", "reason", "finished_at", "open_stage_count", "step_count", "deadline"]
 """The columns of a workflow that change."""

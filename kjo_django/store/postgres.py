@@ -355,6 +355,7 @@ class PostgresStore(Store):
         ids = text_array([one.row.id_text for one in completions])
         results = [one.result for one in completions]
         lifetimes = [one.result_ttl for one in completions]
+        workers = [one.worker for one in completions]
         # Of arrays that end early, unnest takes NULL for the rest. In a backlog the relay has
         # recorded all places.
         places: Sequence[Any] = ("{}",) * len(Place._fields)
@@ -368,6 +369,7 @@ class PostgresStore(Store):
             array_text(one.started_at for one in completions),
             "{}" if results.count(None) == len(results) else results,
             "{}" if lifetimes.count(None) == len(lifetimes) else array_text(lifetimes),
+            text_array(workers) if any(workers) else "{}",
             *places,
             *(ids, text_array(states.TRANSITIONS["complete"]), token, token),
         ]
@@ -748,15 +750,15 @@ FROM locked WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = locked.id
 _COMPLETE = """
 UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
     finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
-    result_ttl = COALESCE(v.result_ttl, kjo_job.result_ttl),
+    worker = COALESCE(v.worker, ''), result_ttl = COALESCE(v.result_ttl, kjo_job.result_ttl),
     result_expires_at = %s::timestamptz
         + COALESCE(v.result_ttl, kjo_job.result_ttl) * interval '1 millisecond',
     topic = COALESCE(v.topic, kjo_job.topic), partition = COALESCE(v.partition, kjo_job.partition),
     "offset" = COALESCE(v.position, kjo_job."offset"),
     queued_at = COALESCE(v.queued_at, kjo_job.queued_at)
 FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[], %s::bigint[],
-            %s::text[], %s::int[], %s::bigint[], %s::timestamptz[])
-    AS v (id, generation, attempts, started_at, result, result_ttl,
+            %s::text[], %s::text[], %s::int[], %s::bigint[], %s::timestamptz[])
+    AS v (id, generation, attempts, started_at, result, result_ttl, worker,
           topic, partition, position, queued_at)
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)

@@ -78,6 +78,8 @@ class Completion:
     """Where the message was, when the relay has not recorded it yet."""
     result_ttl: int | None = None
     """Milliseconds the result is kept, when the handler's hook has changed that."""
+    worker: str = ""
+    """The name of the one that ran it, where that is to be kept."""
 
 
 class DueJob(NamedTuple):

@@ -94,6 +94,15 @@ def test_a_jobs_history_is_told(login: Login) -> None:
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize("worker", ["", "berlin"])
+def test_the_worker_that_completed_a_job_is_told_where_it_is_kept(
+    login: Login, worker: str
+) -> None:
+    job = JobFactory(completed=True, worker=worker)
+    assert login("view_job").get(url(job)).json()["worker"] == worker
+
+
+@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("payload", "content_type"),
     [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
 from kjo_django.contrib.tasks import task
 from tests.ledger.models import Entry
+from tests.waiting import PATIENCE
 
 no_task = len
 seen: list[Any] = []
+may_end = threading.Event()
 
 
 @task
@@ -46,6 +49,11 @@ async def hang() -> None:
     import asyncio
 
     await asyncio.sleep(30)
+
+
+@task
+def wait() -> None:
+    may_end.wait(PATIENCE)
 
 
 @task(backend="plain")

@@ -477,6 +477,18 @@ def test_the_list_shows_how_old_each_job_is_and_how_long_its_latest_attempt_took
     assert f"started {began} · took 4.0 min" in one
 
 
+@pytest.mark.parametrize(
+    ("worker", "said"), [("", "took 12 s<"), ("berlin", "took 12 s · berlin<")]
+)
+def test_a_jobs_page_names_the_worker_that_completed_it_where_that_is_kept(everybody, worker, said):
+    now = timezone.now()
+    job = JobFactory(
+        completed=True, started_at=now - timedelta(seconds=12), finished_at=now, worker=worker
+    )
+    page = everybody.get(url("job", job.pk)).content.decode()
+    assert said in page[page.index("kjo-timeline") :]
+
+
 @pytest.fixture
 def send():
     @kjo_django.job(name="shop.send")

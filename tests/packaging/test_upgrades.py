@@ -75,6 +75,23 @@ def test_the_page_says_what_each_migration_locks(empty_postgres: None) -> None:
     assert said == found, "docs/how-to/upgrade.md has a line for each migration"
 
 
+def test_the_worker_of_a_job_costs_sqlite_no_table_and_old_code_no_insert(
+    sqlite_file: Path,
+) -> None:
+    """A table that is written anew has another first page."""
+    where = "SELECT rootpage FROM sqlite_master WHERE name = 'kjo_job'"
+    before = [("kjo_django", "0015_dashboard_without_rows")]
+    old = MigrationExecutor(connection).migrate(before).apps.get_model("kjo_django", "Job")
+    old.objects.create(queue="q", handler="h", max_attempts=1, payload=b"{}", result_ttl=1)
+    page = asked(where)
+    # When
+    call_command("migrate", "kjo_django", verbosity=0)
+    old.objects.create(queue="q", handler="h", max_attempts=1, payload=b"{}", result_ttl=1)
+    # Then
+    assert asked(where) == page
+    assert asked("SELECT worker FROM kjo_job") == [("",), ("",)]
+
+
 def test_every_migration_can_be_taken_back(sqlite_file: Path) -> None:
     first, *_ = migrations()
     call_command("migrate", "kjo_django", first, verbosity=0)

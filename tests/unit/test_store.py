@@ -88,6 +88,24 @@ def test_completions_are_written_under_the_lease_they_need(store):
     assert (theirs.state, theirs.topic) == ("queued", "")
 
 
+def test_completions_keep_the_workers_they_name(store):
+    jobs = [JobFactory(queued=True, lease_token="me", worker="of a run before") for _ in range(2)]
+    now, name = timezone.now(), 'rack "7", \\2'
+    done = [
+        Completion(row_of(job), 1, now, None, worker=worker)
+        for job, worker in zip(jobs, [name, ""], strict=True)
+    ]
+    with transaction.atomic():
+        assert len(store.complete(done, now, token="me")) == 2
+    rows = Job.objects.order_by("pk").values_list("state", "lease_token", "worker")
+    assert list(rows) == [("completed", "", name), ("completed", "", "")]
+    # And where none of all names one
+    Job.objects.update(state="queued", worker="of a run before")
+    with transaction.atomic():
+        store.complete([Completion(row_of(job), 1, now, None) for job in jobs], now)
+    assert set(Job.objects.values_list("worker", flat=True)) == {""}
+
+
 @pytest.mark.parametrize("count", [1, 50])
 def test_new_jobs_are_stored_unless_their_unique_id_is_taken(store, count):
     jobs = [JobFactory.build(unique_id=f"{n}", headers={"a": "b"}) for n in range(count)]

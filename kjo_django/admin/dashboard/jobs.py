@@ -277,7 +277,8 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
         took = None
         if job.state == JobState.COMPLETED:
             took = _seconds_between(job.started_at, job.finished_at)
-        detail = _("took %s") % duration(took) if took is not None else ""
+        parts = [_("took %s") % duration(took)] if took is not None else []
+        detail = _parted(parts, job.worker)
         steps.append(Step(job.finished_at, kind, str(status.label), detail))
     else:
         detail = _("waits for %s") % limit if limit else ""
@@ -291,6 +292,10 @@ def _details(started_at: datetime | None, took: float | None, worker: str) -> st
     if started_at is not None:
         moment = date_format(timezone.localtime(started_at), "H:i:s")
         parts = [_("started %s") % moment, _("took %s") % duration(took)]
+    return _parted(parts, worker)
+
+
+def _parted(parts: Sequence[str], worker: str) -> str:
     return " · ".join([*parts, worker] if worker else parts)
 
 

@@ -46,8 +46,11 @@ from kjo_django.enqueue.waiting import result_of
 from kjo_django.exceptions import MessageError
 from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import Job, JobFailure
+from kjo_django.models import Job, JobFailure, Worker
+from kjo_django.operations.rows import key_of
+from kjo_django.operations.workers import assignments
 from kjo_django.registry import HandlerOptions
+from kjo_django.running_job import worker_name
 from kjo_django.runtime import current_runtime, databases, jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import duration
@@ -89,7 +92,8 @@ def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
 
 def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
     """Return the context of a run that begins now."""
-    now = timezone.now()
+    now, worker = timezone.now(), worker_name.get() or conf.default_worker_name()
+    context.worker = worker[:255]
     result = KJOTaskResult(
         task=_restored_task(task, call, context.queue),
         id=context.job_id,
@@ -102,7 +106,7 @@ def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
         kwargs=call.kwargs,
         backend=call.backend,
         errors=[],
-        worker_ids=[""] * (context.attempt - 1) + [conf.default_worker_name()],
+        worker_ids=[""] * (context.attempt - 1) + [worker],
         job_status=str(JobStatus.PROCESSING),
     )
     return KJOTaskContext(task_result=result, job=context)
@@ -118,7 +122,7 @@ def ended(attempt: Attempt) -> KJOTaskResult | None:
     job = _row_after(attempt)
     call = _call_of(job)
     if attempt.ending is Ending.COMPLETED:
-        return _result_of_row(job, call, call.backend, worker=conf.default_worker_name())
+        return _result_of_row(job, call, call.backend)
     try:
         return _result_of_row(job, call, call.backend)
     except Exception as error:
@@ -222,17 +226,19 @@ def _is_over(job: Job) -> bool:
     return job.state in states.FINAL and expires_at is not None and expires_at <= timezone.now()
 
 
-def _result_of_row(
-    job: Job, call: TaskCall, alias: str, *, worker: str = "", is_new: bool = True
-) -> KJOTaskResult:
+def _result_of_row(job: Job, call: TaskCall, alias: str, *, is_new: bool = True) -> KJOTaskResult:
     failures: list[JobFailure] = []
     if job.attempts > (job.state == JobState.COMPLETED) or job.state == JobState.FAILED:
         rows = JobFailure.objects.using(job._state.db or jobs_database())
         failures = list(rows.filter(job_id=job.pk, generation=job.generation))
     task = _restored_task(find_task(call.path), call, job.queue)
-    return _result(
-        job, failures, _status(job), task=task, alias=alias, call=call, worker=worker, is_new=is_new
-    )
+    status, token = _status(job)
+    run: tuple[str, datetime | None] = ("", None)
+    if status == JobStatus.PROCESSING:
+        run = _run_of(job, token)
+    elif status == JobStatus.COMPLETED:
+        run = (job.worker, None)
+    return _result(job, failures, status, task=task, alias=alias, call=call, run=run, is_new=is_new)
 
 
 def _result(
@@ -243,11 +249,15 @@ def _result(
     task: Any,
     alias: str,
     call: TaskCall,
-    worker: str = "",
+    run: tuple[str, datetime | None] = ("", None),
     is_new: bool = True,
 ) -> KJOTaskResult:
+    worker, since = run
+    ended = max((failure.failed_at for failure in failures), default=None)
+    if since is not None and ended is not None and since <= ended:
+        since = None  # the heartbeat is from before this attempt
     begun = [failure.started_at for failure in failures if failure.started_at]
-    last = max([*begun, *([job.started_at] if job.started_at else [])], default=None)
+    last = max([*begun, *(each for each in (job.started_at, since) if each)], default=None)
     result = KJOTaskResult(
         task=task,
         id=str(job.pk),
@@ -275,11 +285,29 @@ def _result(
     return result
 
 
-def _status(job: Job) -> JobStatus:
-    """A running atomic task shows by the lease its worker holds in coordination."""
+def _status(job: Job) -> tuple[JobStatus, str]:
+    """Return a job's status, and the token of the worker that runs it.
+
+    A running atomic task shows by the lease its worker holds in coordination.
+    """
     now = timezone.now()
-    is_leased = job.available_at <= now and bool(leased_jobs([job]))
-    return job.status_with(leased=is_leased, now=now)
+    token = leased_jobs([job]).get(job.pk, "") if job.available_at <= now else ""
+    return job.status_with(leased=bool(token), now=now), token or job.lease_token
+
+
+def _run_of(job: Job, token: str) -> tuple[str, datetime | None]:
+    """Return the name of the worker that runs a job, and since when it does, as far as is known.
+
+    No row of a running atomic task says so; its worker did at its last heartbeat.
+    """
+    key = key_of(token)
+    rows = Worker.objects.using(job._state.db or jobs_database())
+    worker = rows.filter(pk=key).first() if key is not None else None
+    if worker is None:
+        return "", None
+    running = [each for held in assignments(worker.partitions) for each in held.running]
+    since = (each.started_at for each in running if each.id == str(job.pk))
+    return worker.name, next(since, None)
 
 
 def _workers(job: Job, failures: Sequence[JobFailure], status: JobStatus, worker: str) -> list[str]:
@@ -312,6 +340,7 @@ def _row_after(attempt: Attempt) -> Job:
         "started_at": attempt.started_at,
         "finished_at": timezone.now(),
         "result": attempt.result,
+        "worker": attempt.worker,
     }
     return Job(
         **after,

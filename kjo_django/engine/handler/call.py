@@ -321,7 +321,7 @@ def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> Non
             )
     for (attempt, context), result in zip(runs, values, strict=True):
         attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
-        attempt.abort_reason = context.abort_reason
+        attempt.abort_reason, attempt.worker = context.abort_reason, context.worker
         attempt.error = context.error if isinstance(context, BatchItem) else None
         if attempt.step is not None and attempt.error is None:
             attempt.step.end_run()

@@ -54,6 +54,8 @@ class JobContext:
     """The progress that was reported last and is not stored yet."""
     workflow: WorkflowContext | None = None
     """The workflow that the job is a step of, if it is one."""
+    worker: str = ""
+    """A name that is kept with the completed job, where the run has given one."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
 
