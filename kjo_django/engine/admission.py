@@ -128,7 +128,7 @@ def admit(
     else:
         if skipped := why_skip(delivery, row):
             return Attempt(delivery, Ending.SKIPPED, skipped, row)
-        if _is_held_elsewhere(row, leases, now):
+        if row.lease_token and _is_held_elsewhere(row, leases, now):
             return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
@@ -148,10 +148,10 @@ def admit(
 
 
 def _is_held_elsewhere(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
-    """Return whether another worker, which lives, runs the job outside a transaction."""
+    """Return whether a leased job is run outside a transaction by another worker, which lives."""
     holder, until = row.lease_token, row.lease_expires_at
-    is_held = holder and holder != leases.token and until is not None and until > now
-    return bool(is_held) and not leases.is_vanished(holder)
+    is_held = holder != leases.token and until is not None and until > now
+    return is_held and not leases.is_vanished(holder)
 
 
 def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Attempt:
@@ -227,7 +227,7 @@ def _refused(delivery: Delivery, row: JobRow | None, leases: LeaseBook, now: dat
         return Attempt(delivery, Ending.DEAD, problem.reason, error=problem)
     if skipped := why_skip(delivery, row):
         return Attempt(delivery, Ending.SKIPPED, skipped, row)
-    if _is_held_elsewhere(row, leases, now):
+    if row.lease_token and _is_held_elsewhere(row, leases, now):
         return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     attempt = Attempt(delivery, Ending.DEAD, problem.reason, row, row.attempts, error=problem)
     if delivery.problem is None:
