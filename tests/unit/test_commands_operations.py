@@ -329,7 +329,7 @@ def test_options_of_call_command_may_be_texts():
         ("kjo_consume", ["KJO['CONCURRENCY']", "(default: 1)", "KJO['STATUS_REPORT_INTERVAL']"]),
         ("kjo_produce", ["(default: 100)", "(default: new)"]),
         ("kjo_prune", ["KJO['RETENTION_COMPLETED']"]),
-        ("kjo_replay_dlq", ["(default: table)", "(default: republish)"]),
+        ("kjo_replay_dlq", ["(default: table)", "(default: default)"]),
     ],
 )
 def test_help_tells_defaults_and_units(command, lines, capsys):

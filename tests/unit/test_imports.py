@@ -39,7 +39,17 @@ settings.configure(
     USE_TZ=True,
     ROOT_URLCONF="tests.urls",
     STATIC_URL="/static/",
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
+    DATABASES={
+        "default": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": sys.argv[1],
+            "OPTIONS": {
+                "init_command": "PRAGMA journal_mode=WAL",
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 30,
+            },
+        }
+    },
     INSTALLED_APPS=tests_settings.INSTALLED_APPS,
     MIDDLEWARE=tests_settings.MIDDLEWARE,
     TEMPLATES=tests_settings.TEMPLATES,
