@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ pytest.importorskip(
 )
 
 from django.db import transaction
+from django.db.transaction import TransactionManagementError
 from django.utils import timezone
 
 from kjo_django import registry
@@ -100,6 +102,24 @@ def test_enqueuing_asynchronously(tasks: Any) -> None:
 
     result, again = async_to_sync(enqueue)()
     assert result == again
+
+
+@pytest.mark.parametrize("method", ["aenqueue", "aget_result", "arefresh"])
+def test_no_coroutine_asks_beside_the_transaction_of_its_thread(tasks: Any, method: str) -> None:
+    """FINDINGS 2.10 g: what asyncio.run runs has another connection, and so no part of it."""
+    result = tasks.add.enqueue(1)
+    calls: dict[str, Callable[[], Any]] = {
+        "aenqueue": lambda: tasks.add.aenqueue(1),
+        "aget_result": lambda: tasks.add.aget_result(result.id),
+        "arefresh": lambda: result.arefresh(),
+    }
+
+    async def ask() -> None:
+        await calls[method]()
+
+    with pytest.raises(TransactionManagementError, match="async_to_sync"):
+        asyncio.run(ask())
+    assert Job.objects.count() == 1
 
 
 def test_run_after_delays(tasks: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from django.apps import apps
 from django.core import checks
@@ -43,6 +43,9 @@ from kjo_django.contrib.tasks.definition import (
 )
 from kjo_django.messages import headers as names
 from kjo_django.values import did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
 """The keys of ``OPTIONS``: defaults for tasks."""
@@ -105,6 +108,18 @@ class KJOBackend(BaseTaskBackend):
         found: KJOTaskResult = self._results().get_result(self, result_id)
         return found
 
+    async def aenqueue(self, task: Any, args: Any, kwargs: Any) -> KJOTaskResult:
+        """``enqueue`` from asynchronous code.
+
+        :raises TransactionManagementError: the coroutine is run inside a transaction by
+            ``asyncio.run``, which would not have the job.
+        """
+        return await self._awaited(self.enqueue)(task, args, kwargs)
+
+    async def aget_result(self, result_id: str) -> KJOTaskResult:
+        """``get_result`` from asynchronous code, which raises what ``aenqueue`` does, too."""
+        return await self._awaited(self.get_result)(result_id)
+
     def default(self, task: Any, name: str) -> Any:
         """Return a task's option, or the default in ``OPTIONS``.
 
@@ -128,6 +143,12 @@ class KJOBackend(BaseTaskBackend):
         from kjo_django.contrib.tasks import results
 
         return results
+
+    def _awaited(self, function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+        self._results()
+        from kjo_django.enqueue.coroutines import from_coroutine
+
+        return from_coroutine(function)
 
     def _app_problems(self) -> Iterator[CheckMessage]:
         if not apps.is_installed("kjo_django"):
