@@ -16,6 +16,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import message_id
@@ -134,8 +135,8 @@ class JobQuerySet(models.QuerySet["Job"]):
     def unfinished_due(self, now: datetime | None = None) -> JobQuerySet:
         """Jobs that are being carried out or could start now; later ones are left out."""
         return self.open().filter(
-            Q(state=JobState.QUEUED, available_at__lte=now or timezone.now())
-            | Q(state__in=states.AWAITING_PUBLISH, available_at__lte=now or timezone.now())
+            Q(state=JobState.QUEUED, available_at__lte=now or CLOCK.now())
+            | Q(state__in=states.AWAITING_PUBLISH, available_at__lte=now or CLOCK.now())
         )
 
     def unfinished(self) -> JobQuerySet:
@@ -321,7 +322,7 @@ class Job(StoredModel):
 
     def status_with(self, *, leased: bool, now: datetime | None = None) -> JobStatus:
         """Return the state people are shown, given whether a live lease exists."""
-        now = now or timezone.now()
+        now = now or CLOCK.now()
         if self.state in states.FINAL:
             return JobStatus(self.state)
         if leased or (self.lease_expires_at is not None and self.lease_expires_at > now):
@@ -826,6 +827,12 @@ class Worker(StoredModel):
     last_error = models.CharField(_("last error"), max_length=500, blank=True, default="")
     started_at = models.DateTimeField(_("started at"), default=timezone.now)
     heartbeat_at = models.DateTimeField(_("heartbeat at"), default=timezone.now)
+    clock_ahead = models.FloatField(
+        _("clock ahead"),
+        default=0.0,
+        db_default=0.0,
+        help_text=_("Seconds by which its host's clock is ahead of the database's."),
+    )
 
     class Meta:
         db_table = "kjo_worker"
@@ -840,7 +847,7 @@ class Worker(StoredModel):
 
     def is_alive(self, within: timedelta) -> bool:
         """Return whether its last heartbeat is no older than this, and it has not stopped."""
-        return self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
+        return self.state != self.State.STOPPED and self.heartbeat_at >= CLOCK.now() - within
 
 
 class QueueControl(StoredModel):

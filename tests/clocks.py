@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
+import pytest
 from django.utils import timezone
 
 from kjo_django.clock import Clock
 
 BEGINS_AT = 1000.0
+
+
+def set_now(patch: pytest.MonkeyPatch, now: Callable[[], datetime]) -> None:
+    """Let this be the present, for Django and for this app."""
+    patch.setattr(timezone, "now", now)
+    patch.setattr(Clock, "now", staticmethod(now))
 
 
 class SetClock(Clock):

@@ -20,7 +20,6 @@ NOT_PROMISED = {
     "Once, for as long as the marker is kept",
     "Nothing is lost that the database and Kafka keep",
     "Without coordination, a job may kill more workers than its attempts allow",
-    "Clocks of machines that share a database must agree",
 }
 """What the page says of the limits of promises, which no test can break."""
 

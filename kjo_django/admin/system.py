@@ -173,6 +173,7 @@ class WorkerAdmin(KjoAdmin):
         "shown_error",
         "started_at",
         "heartbeat_at",
+        "clock_ahead",
     )
 
     def state_of(self, obj: Worker) -> str:

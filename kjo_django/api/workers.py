@@ -19,7 +19,7 @@ from kjo_django.runtime import jobs_database
 TAG = "workers"
 COLUMNS = (
     *("name", "hostname", "pid", "release", "concurrency", "is_relaying", "in_flight_count"),
-    *("processed_count", "failed_count", "started_at", "heartbeat_at"),
+    *("processed_count", "failed_count", "started_at", "heartbeat_at", "clock_ahead"),
 )
 DETAILS = ("rss_bytes", "last_error")
 

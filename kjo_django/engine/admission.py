@@ -6,9 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
-from django.utils import timezone
-
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
@@ -47,7 +46,7 @@ def admit_group(
         transaction of the caller; None: they are only read.
     :raises MarkedAheadError: a marker is there that must not be.
     """
-    runtime, now = leases.runtime, marks_at or timezone.now()
+    runtime, now = leases.runtime, marks_at or CLOCK.now()
     keys = [delivery.key for delivery in deliveries]
     fresh, rows = load_rows(runtime, deliveries, keys if marks_at else (), marks_at)
     if marks_at and len(fresh) < len(keys):
@@ -170,7 +169,7 @@ def end_expired(attempt: Attempt, now: datetime | None = None) -> None:
     row = attempt.row
     if row is None or row.expires_at is None:
         return
-    if row.expires_at <= (now or timezone.now()):
+    if row.expires_at <= (now or CLOCK.now()):
         attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.EXPIRED
         attempt.error = ExpiredError(f"Not started by {row.expires_at.isoformat()}")
         attempt.number = row.attempts
@@ -210,7 +209,7 @@ def refuse(leases: LeaseBook, deliveries: Sequence[Delivery]) -> list[Attempt]:
     """
     named = [d for d in deliveries if d.message is not None and d.message.job_id is not None]
     rows = load_rows(leases.runtime, named)[1] if named else {}
-    now = timezone.now()
+    now = CLOCK.now()
     return [_refused(delivery, rows.get(delivery), leases, now) for delivery in deliveries]
 
 
@@ -243,7 +242,7 @@ def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -
         return message.job_id is not None and message.service == runtime.service
     if row.generation == NAMED_BY_OTHERS or why_skip(delivery, row) is not None:
         return True
-    return row.expires_at is not None and row.expires_at <= timezone.now()
+    return row.expires_at is not None and row.expires_at <= CLOCK.now()
 
 
 def is_left_open(attempt: Attempt) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, OperationalError, connections, transaction
-from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.conf import priority_of
 from kjo_django.engine.admission import limit_of, load_rows
 from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
@@ -126,7 +126,7 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         attempt.pause_seconds = decision.pause.total_seconds()
     if decision.retry:
         attempt.ending = Ending.RETRIED
-        attempt.retry_at = timezone.now() + decision.delay
+        attempt.retry_at = CLOCK.now() + decision.delay
     else:
         attempt.ending = Ending.DEAD
         attempt.reason = decision.reason
@@ -155,7 +155,7 @@ def keeps_place(runtime: Runtime, attempt: Attempt) -> bool:
     delivery, message = attempt.delivery, attempt.delivery.message
     if attempt.pause_seconds is None or message is None:
         return False
-    conf, now, coordination = runtime.settings, timezone.now(), runtime.coordination
+    conf, now, coordination = runtime.settings, CLOCK.now(), runtime.coordination
     if delivery.paused_since is None:
         name = f"PAUSED:{delivery.queue.key_prefix}:{message.id}"
         delivery.paused_since = now
@@ -201,7 +201,7 @@ def wait_for_handlers(runtime: Runtime, refused: Iterable[Attempt]) -> None:
         since.setdefault(tuple(name), at)
     # Jobs of handlers that are known here must not stand in line behind them.
     held.leave(runtime, ids)
-    now = timezone.now()
+    now = CLOCK.now()
     for attempt, row in waiting:
         known = since.get((row.id, row.generation, row.attempts))
         until = (known or now) + wait
@@ -288,7 +288,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     using = runtime.database
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
-    now = timezone.now()
+    now = CLOCK.now()
     failures, letters = [], []
     steps: list[tuple[Attempt, tuple[UUID, UUID, str]]] = []
     for attempt in attempts:
@@ -685,7 +685,7 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
     """Return the record for the dead-letter topic: key, value and every header as they were, with
     ours added or replaced, never appended, and the first origin kept."""
     delivery, record, error = attempt.delivery, attempt.delivery.record, attempt.error
-    now = timezone.now().isoformat()
+    now = CLOCK.now().isoformat()
     message = delivery.message
     added = names.encode(
         {

@@ -37,9 +37,9 @@ from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.dispatch import Signal
-from django.utils import timezone
 
 from kjo_django import registry, signals, tracing
+from kjo_django.clock import CLOCK
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack, MarkedAheadError
@@ -286,7 +286,7 @@ class Pipeline:
                 row=row,
                 number=context.attempt,
                 limit=context.max_attempts,
-                started_at=timezone.now() - timedelta(seconds=seconds),
+                started_at=CLOCK.now() - timedelta(seconds=seconds),
                 seconds=seconds,
             )
             error: Exception = HandlerTimeout(
@@ -544,7 +544,7 @@ class Pipeline:
             self._leave_session()
             row = admission.load_rows(self._runtime, [delivery])[1].get(delivery)
             attempt = admission.attempt_of(self._runtime, delivery, row)
-            attempt.started_at = timezone.now()
+            attempt.started_at = CLOCK.now()
             return [failures.judge_error(self._runtime, attempt, error)]
         return attempts
 
@@ -649,7 +649,7 @@ class Pipeline:
             ):
                 around.enter_context(savepoint.group() if savepoint else nullcontext())
                 while part:
-                    guard.marked_at = timezone.now()
+                    guard.marked_at = CLOCK.now()
                     admitted = admission.admit_group(self._leases, part, guard.marked_at)
                     admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
                     attempts += admitted
@@ -785,7 +785,7 @@ class Pipeline:
         Of two records of one job one is deferred.
         """
         self._leases.show_alive_if_late()
-        leases, now = self._leases, timezone.now()
+        leases, now = self._leases, CLOCK.now()
         attempts = admission.admit_group(leases, deliveries)
         judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
         # Another record of a job may be with another lane, and its lease is this worker's too.

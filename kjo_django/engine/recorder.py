@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
-from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.engine.admission import HeldBack, is_awaited, why_skip
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import recording
@@ -159,7 +159,7 @@ def complete(
         for attempt in attempts
         if (row := attempt.row) is not None
     ]
-    now = timezone.now()
+    now = CLOCK.now()
     completing: Completing = None
     if steps and token is None:
         # The caller's transaction has locked the rows: they are written along with the counts.
@@ -192,7 +192,7 @@ def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:
 
     Nothing else would ever end such a row: each of its attempts is a duplicate.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     for attempt in duplicates:
         job = attempt.row
         assert job is not None

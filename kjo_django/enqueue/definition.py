@@ -15,6 +15,7 @@ from django.db.models.signals import class_prepared, post_save
 from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.enqueue import unique
 from kjo_django.enqueue.coroutines import awaited_as, coroutine_error, from_coroutine
@@ -348,7 +349,7 @@ def new_job(
             f"another one than its own, {declared.queue!r}: see KJO['QUEUES'][…]['database']."
         )
     result_ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
-    now = timezone.now()
+    now = CLOCK.now()
     priority = declared.priority if given.priority is None else given.priority
     if priority and (key or declared.key is not None):
         priority = queue.keyed_priority(priority)

@@ -9,9 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from django.utils import timezone
-
 from kjo_django import registry, states
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
@@ -72,7 +71,7 @@ def limits_awaited(jobs: Iterable[Job]) -> dict[Any, str]:
 
     Keys of limits are not part of it: they come from payloads.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     later = {job.pk: job for job in jobs if job.available_at > now and job.state in states.OPEN}
     if not later:
         return {}

@@ -28,9 +28,9 @@ from typing import Any
 from django.db import transaction
 from django.db.models import Model
 from django.db.models.base import ModelState
-from django.utils import timezone
 
 from kjo_django import garbage_collection, registry, signals, states, tracing
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import unique
 from kjo_django.enqueue.handle import JobHandle
@@ -385,7 +385,7 @@ def _replace(job: Job, holder: Job, using: str) -> JobHandle[Any] | None:
 
 def _answer_of(holder: Job, revives_failed: bool) -> JobHandle[Any] | None:
     """Return the answer, or None when the row may begin a new generation."""
-    now = timezone.now()
+    now = CLOCK.now()
     is_expired = holder.result_expires_at is not None and holder.result_expires_at <= now
     if holder.state == JobState.CANCELLED or (holder.state in states.FINAL and is_expired):
         return None
@@ -402,7 +402,7 @@ def fresh_run(job_queue: str) -> dict[str, Any]:
     return {
         "state": state,
         "attempts": 0,
-        "queued_at": timezone.now() if state == JobState.QUEUED else None,
+        "queued_at": CLOCK.now() if state == JobState.QUEUED else None,
         "started_at": None,
         "finished_at": None,
         "lease_token": "",
@@ -460,7 +460,7 @@ def store_record(
     :raises PayloadError: it is too large. Nothing is written.
     """
     queue = carrier or carrier_of(topic)
-    id, now = uuid7(), timezone.now()
+    id, now = uuid7(), CLOCK.now()
     # What only rows say is not for others to have written; nor that somebody waits for them.
     ours = {*names.OF_A_ROW, names.PARKED_ROW, names.REDELIVERY}
     headers = {name: value for name, value in headers.items() if name not in ours}
@@ -628,7 +628,7 @@ def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
     publish(get_transport(queue.transport), records)
     forwarded = [Publication(job, job.destination, None, None) for job in jobs if job.destination]
     if forwarded:
-        record_forwarded(runtime.store, forwarded, timezone.now())
+        record_forwarded(runtime.store, forwarded, CLOCK.now())
     for topic in {record.topic for record in records} or {queue.topic}:
         after_commit(runtime, topic_channel(topic))
 

@@ -21,9 +21,9 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections
-from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
@@ -290,7 +290,7 @@ def lock_waiting(using: str, key: Any) -> Job | None:
 
 
 def _has_row_lease(job: Job) -> bool:
-    return job.lease_expires_at is not None and job.lease_expires_at > timezone.now()
+    return job.lease_expires_at is not None and job.lease_expires_at > CLOCK.now()
 
 
 def _is_leased(job: Job) -> bool | None:

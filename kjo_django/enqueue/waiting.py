@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, connections
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
 from kjo_django.enqueue.coroutines import from_coroutine
@@ -88,7 +88,7 @@ def is_expired(job: Job) -> bool:
 
 def is_kept(job: Job) -> bool:
     """Whether the result or error of an ended job is still kept."""
-    return job.result_expires_at is not None and job.result_expires_at > timezone.now()
+    return job.result_expires_at is not None and job.result_expires_at > CLOCK.now()
 
 
 def failure_of(id: str, job: Job) -> JobFailedError:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from django.db import transaction
-from django.utils import timezone
 
 from kjo_django import registry, signals
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import slot_name
 from kjo_django.enqueue.definition import MOST_SLOTS
@@ -55,7 +55,7 @@ def set_limit(
         return False
     with runtime.store.writing():
         rows.bulk_create([LimitControl(name=name)], ignore_conflicts=True)
-        stamp = {"changed_by": actor[:150], "updated_at": timezone.now()}
+        stamp = {"changed_by": actor[:150], "updated_at": CLOCK.now()}
         changed = rows.filter(name=name).exclude(**_same(values)).update(**values, **stamp)
         rows.filter(name=name, rate="", burst=None, concurrency=None).delete()
         if changed:

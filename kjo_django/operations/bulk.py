@@ -13,10 +13,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Q, QuerySet
-from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition
@@ -82,7 +82,7 @@ def start_bulk(
     wanted = DeadLetterFilter if action.subject == Subject.LETTERS else JobFilter
     if not isinstance(selection, wanted):
         raise ValueError(f"{key} needs a {wanted.__name__}")
-    now = timezone.now()
+    now = CLOCK.now()
     request = Request(
         action=action.key,
         filter=dump_filter(selection, now),
@@ -208,14 +208,14 @@ def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
 def _progress_of(context: JobContext, total: int, rate: float | None) -> Progress:
     """Return a function to call after each chunk: it reports progress, keeps to the rate, and
     raises an error if the job was aborted."""
-    began = timezone.now()
+    began = CLOCK.now()
     of = f"{total:,}+" if total >= COUNT_LIMIT else f"{total:,}"
 
     def show(done: int, _: int | None) -> None:
         percent = min(100.0, 100 * done / total) if total else 100.0
         context.progress(percent, f"{done:,} of {of}")
         if rate is not None:
-            ahead = done / rate - (timezone.now() - began).total_seconds()
+            ahead = done / rate - (CLOCK.now() - began).total_seconds()
             context.cancel_event.wait(max(0.0, ahead))
         context.raise_if_aborted()
 

@@ -22,9 +22,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Length
-from django.utils import timezone
 
 from kjo_django import registry, signals
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import (
@@ -479,7 +479,7 @@ def discard(
             columns = ("pk", "queue", "handler", "topic", "message_id", "source_id", "job_id")
             letters = lock(open_rows.only(*columns), keys)
             count += open_rows.filter(pk__in=[letter.pk for letter in letters]).update(
-                state=DeadLetterState.DISCARDED, closed_at=timezone.now(), note=text[:500]
+                state=DeadLetterState.DISCARDED, closed_at=CLOCK.now(), note=text[:500]
             )
             _give_up_steps(letters)
             if on_changed is not None and letters:

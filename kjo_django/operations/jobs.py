@@ -18,9 +18,9 @@ from typing import Any, Unpack
 
 from django.db import transaction
 from django.db.models import Case, F, QuerySet, Value, When
-from django.utils import timezone
 
 from kjo_django import signals, states
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.running import ABORT_TTL, abort_name
 from kjo_django.enqueue import storing
@@ -151,7 +151,7 @@ def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOpti
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
         rows = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs])
-        ended = {"finished_at": timezone.now(), "lease_token": "", "lease_expires_at": None}
+        ended = {"finished_at": CLOCK.now(), "lease_token": "", "lease_expires_at": None}
         transition("cancel", rows, **ended)
         _count_steps(open_jobs, count_ended, JobState.CANCELLED)
         channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in open_jobs}
@@ -315,7 +315,7 @@ def _run_again(jobs: Sequence[Job], payload: bytes | None, counts: Mapping[Any, 
     :param payload: their new payload; None: they keep theirs.
     :param counts: of jobs without a header of their own, how often they were replayed.
     """
-    using, now = jobs_database(), timezone.now()
+    using, now = jobs_database(), CLOCK.now()
     unexpired = Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at"))
     alike: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
     for job in jobs:
@@ -375,7 +375,7 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
     changes: dict[str, Any] = {"note": f"replayed by {actor}"[:500]} if actor else {}
     return letters.filter(state=DeadLetterState.OPEN).update(
         state=DeadLetterState.REPLAYED,
-        closed_at=timezone.now(),
+        closed_at=CLOCK.now(),
         replay_count=F("replay_count") + 1,
         **changes,
     )
@@ -500,7 +500,7 @@ def lock_jobs(keys: Sequence[Any]) -> tuple[list[Job], set[Any], int]:
         for delay in LOCKED_RETRIES if len(held) < len(present) else ():
             time.sleep(delay)
             held += lock(rows, sorted(present - {job.pk for job in held}))
-    now = timezone.now()
+    now = CLOCK.now()
     leased_by_row = {
         job.pk
         for job in held

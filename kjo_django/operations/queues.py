@@ -11,9 +11,9 @@ from typing import Any
 
 from django.db import transaction
 from django.dispatch import Signal
-from django.utils import timezone
 
 from kjo_django import registry, signals
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations.rows import Observer, on_commit
@@ -147,7 +147,7 @@ def _change(
         changed = (
             rows.filter(queue=queue)
             .exclude(**values)
-            .update(**values, changed_by=actor[:150], updated_at=timezone.now())
+            .update(**values, changed_by=actor[:150], updated_at=CLOCK.now())
         )
         if changed:
             if on_changed is not None:

@@ -13,9 +13,9 @@ from typing import Any, Unpack
 from django.db import IntegrityError, transaction
 from django.db.models import Case, Q, When
 from django.db.models.functions import Coalesce
-from django.utils import timezone
 
 from kjo_django import registry, signals, states
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import known_queue
@@ -39,7 +39,7 @@ def run_now(jobs: Selection, **options: Unpack[ChangeOptions]) -> Outcomes:
     actor = options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
-        now = timezone.now()
+        now = CLOCK.now()
         allowed = [job for job in open_jobs if internal.may_run_again(job, actor)]
         outcomes.add(ChangeResult.FORBIDDEN, len(open_jobs) - len(allowed))
         limited = held.waiting_ids(current_runtime(), allowed)
@@ -112,7 +112,7 @@ def change_expiry(
 
     :param expires_in: seconds from now; None: the jobs never expire.
     """
-    expires_at = None if expires_in is None else timezone.now() + timedelta(seconds=expires_in)
+    expires_at = None if expires_in is None else CLOCK.now() + timedelta(seconds=expires_in)
     facts = {"actor": options.get("actor", ""), "expires_at": expires_at}
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
@@ -154,8 +154,8 @@ def _move(jobs: Sequence[Job], target: QueueConf) -> None:
     changes: dict[str, Any] = {
         "queue": target.name,
         # The new queue's limits are asked anew.
-        "available_at": Case(When(available_at=NEVER, then=timezone.now()), default="available_at"),
-        "queued_at": timezone.now() if state == JobState.QUEUED else None,
+        "available_at": Case(When(available_at=NEVER, then=CLOCK.now()), default="available_at"),
+        "queued_at": CLOCK.now() if state == JobState.QUEUED else None,
         "lease_token": "",
         "lease_expires_at": None,
         "topic": "",

@@ -27,6 +27,7 @@ from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
 
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.job_status import live_leases
 from kjo_django.exceptions import CoordinationError
@@ -361,7 +362,7 @@ def _branches(given: JobFilter) -> tuple[list[QuerySet[Job]], bool]:
     condition = _without_index(given)
     is_few = given.ids or _exact_unique_id(given) or given.state == JobStatus.PROCESSING
     is_windowed, found = False, []
-    for rows, more in _served_by_index(given, timezone.now()):
+    for rows, more in _served_by_index(given, CLOCK.now()):
         if (condition & more) and not is_few:
             floor = window_floor(rows, WINDOW)
             if floor is not None:

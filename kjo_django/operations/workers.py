@@ -15,9 +15,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
-from django.utils import timezone
 
 from kjo_django import signals
+from kjo_django.clock import CLOCK
 from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.jobs import ChangeResult, Outcomes
@@ -160,7 +160,7 @@ def _ask(
         with transaction.atomic(using=using):
             rows = Worker.objects.using(using).filter(pk__in=chunk)
             # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
-            living = rows.filter(heartbeat_at__gte=timezone.now() - alive_within())
+            living = rows.filter(heartbeat_at__gte=CLOCK.now() - alive_within())
             free = living.exclude(state=Worker.State.STOPPED).exclude(
                 asked_to__in={request, Worker.Request.STOP}
             )

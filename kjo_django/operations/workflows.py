@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from django.db import connections, transaction
 from django.db.models import F, QuerySet
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.exceptions import CoordinationError
 from kjo_django.logs import get_logger
 from kjo_django.models import Job, Workflow, WorkflowEdge, WorkflowStage
@@ -102,7 +102,7 @@ def set_deadline(
     :param seconds: from now; None: there is no deadline any more.
     """
     outcomes = Outcomes()
-    deadline = None if seconds is None else timezone.now() + timedelta(seconds=seconds)
+    deadline = None if seconds is None else CLOCK.now() + timedelta(seconds=seconds)
     for key in (key_of(key) for keys in chunks(workflows, 1) for key in keys):
         with transaction.atomic(using=jobs_database()):
             row = _locked(key)
@@ -120,7 +120,7 @@ def set_deadline(
 def end_overdue(now: datetime | None = None) -> int:
     """Fail the open workflows whose deadline is over; return how many."""
     rows = Workflow.objects.using(jobs_database()).filter(
-        state__in=OPEN_WORKFLOWS, deadline__lte=now or timezone.now()
+        state__in=OPEN_WORKFLOWS, deadline__lte=now or CLOCK.now()
     )
     overdue = list(rows.order_by("deadline")[:100])
     why = "It had not ended by its deadline"
@@ -144,7 +144,7 @@ def _locked(key: Any) -> Workflow | None:
 
 def _end(row: Workflow, state: WorkflowState, why: str) -> None:
     """Cancel all stages that wait, and write down that the workflow has ended."""
-    runtime, now, before = current_runtime(), timezone.now(), row.state
+    runtime, now, before = current_runtime(), CLOCK.now(), row.state
     stages = WorkflowStage.objects.using(runtime.database).filter(workflow=row)
     for stage in stages.filter(finished_at=None, pk__in=_waiting(row).values("stage")):
         cancel_waiting(runtime, stage.pk, f"The workflow has ended: {why}", now)

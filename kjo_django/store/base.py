@@ -33,6 +33,7 @@ from django.db.models.lookups import In
 from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.models import (
     EventKey,
     Job,
@@ -194,7 +195,7 @@ class Store:
         """
         if not keys:
             return set()
-        now = now or timezone.now()
+        now = now or CLOCK.now()
         times = {"processed_at": now, "created_at": now, "updated_at": now}
         rows = [ProcessedEvent(**key._asdict(), **times) for key in sorted(set(keys))]
         self.insert_missing(rows)
@@ -578,7 +579,7 @@ class Store:
         """
         rows = Job.objects.using(self.alias).filter(In(_QUEUE, list(queues)))
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
-        rows = rows.filter(available_at__lte=timezone.now())
+        rows = rows.filter(available_at__lte=CLOCK.now())
         due = self._first_due(rows, ("available_at", "id"), limit, max_bytes // limit)
         return self._loaded(due, max_bytes)
 
@@ -595,7 +596,7 @@ class Store:
             sized = rows.annotate(size=Length("payload"))
             small_payload = Case(When(size__lte=small, then="payload"))
             rows = sized.annotate(small_payload=small_payload).values_list(*names, "size")
-        free = rows.exclude(lease_expires_at__gt=timezone.now())
+        free = rows.exclude(lease_expires_at__gt=CLOCK.now())
         return free.filter(_AWAITING_PUBLISH).order_by(*order)[:limit]
 
     def _loaded(self, rows: Iterable[Sequence[Any]], max_bytes: int) -> list[DueJob]:
@@ -636,7 +637,7 @@ class Store:
         """
         rows = Job.objects.using(self.alias).exclude(pk__in=list(without))
         rows = rows.exclude(destination__in=list(without_topics))
-        rows = rows.filter(available_at__lte=timezone.now())
+        rows = rows.filter(available_at__lte=CLOCK.now())
         if priorities is None:
             due = rows.filter(queue__gte=queue, queue__lte=queue)
             order = "queue", "available_at", "id"
@@ -741,7 +742,7 @@ class Store:
                 if not missing:
                     break
                 found.update(self.lock_leases(missing))
-            now = timezone.now()
+            now = CLOCK.now()
             ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
             free = {n for n, row in found.items() if row.expires_at <= now}
             if ours:
@@ -813,7 +814,7 @@ class Store:
 
     def server_time(self) -> datetime:
         """Return what time it is for everybody who uses the database: its own, where it has one."""
-        return timezone.now()
+        return CLOCK.now()
 
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from uuid import UUID
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.db.models import AutoField, Model
-from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job, Workflow
 from kjo_django.store.base import (
@@ -524,7 +524,7 @@ class PostgresStore(Store):
             list(without_topics),
             array_text(without),
         ]
-        now = timezone.now()
+        now = CLOCK.now()
         with connections[self.alias].cursor() as cursor:
             read_times_natively(cursor)
             cursor.execute(_DUE, [*parameters, now, now, limit])
@@ -549,7 +549,7 @@ class PostgresStore(Store):
         """Execute a constant statement. An idle relay does nothing else: here it finds out that its
         server takes no writes any more."""
         leave_retired(self.alias)
-        parameters = [list(queues), list(without_topics), array_text(without), timezone.now()]
+        parameters = [list(queues), list(without_topics), array_text(without), CLOCK.now()]
         return next((due for (due,) in self._execute(_NEXT, parameters)), None)
 
     def awaiting_publish(self, ids: Iterable[UUID]) -> set[tuple[UUID, int, int, datetime]]:
@@ -687,7 +687,7 @@ def lends_sessions(
 
 def _marker_parameters(keys: Sequence[EventKey], now: datetime | None) -> list[Any]:
     ids = array_text(f"{value:032x}" for value in uuid7_values(len(keys)))
-    return [now or timezone.now(), ids, *map(text_array, zip(*keys, strict=True))]
+    return [now or CLOCK.now(), ids, *map(text_array, zip(*keys, strict=True))]
 
 
 def _fresh(cursor: Any, keys: Sequence[EventKey], minted: Any, inserted: int) -> set[EventKey]:

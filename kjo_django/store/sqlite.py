@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import connections, transaction
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job, Lease
 from kjo_django.store.base import Store
@@ -53,7 +53,7 @@ class SqliteStore(Store):
         if not keys:
             return set()
         connection = connections[self.alias]
-        moment = connection.ops.adapt_datetimefield_value(now or timezone.now())
+        moment = connection.ops.adapt_datetimefield_value(now or CLOCK.now())
         ordered = sorted(set(keys))
         ids = [f"{value:032x}" for value in uuid7_values(len(ordered))]
         with connection.cursor() as cursor:
@@ -110,7 +110,7 @@ class SqliteStore(Store):
             # Only a transaction that may write knows what time it is: waiting for that takes
             # seconds at times.
             self.take_write_lock(Lease)
-            moment = timezone.now()
+            moment = CLOCK.now()
             now = connection.ops.adapt_datetimefield_value(moment)
             until = connection.ops.adapt_datetimefield_value(moment + ttl)
             statement = _CLAIM_LEASES.format(names=", ".join(["(%s)"] * len(names)))

@@ -19,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.models import QuerySet
 
+from kjo_django.clock import TOLERANCE
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
 from kjo_django.engine.handler.connections import drop_broken_connections
@@ -135,6 +136,34 @@ class PeriodicDuty(Duty):
             finally:
                 self._due_at = self._clock.monotonic() + self.pause
         return self._due_at - self._clock.monotonic()
+
+
+class ClockCheck(PeriodicDuty):
+    """Lets a process go by its database's clock where its host's is wrong, and tells so."""
+
+    ahead = 0.0
+    """Seconds by which the host's clock is ahead of the database's."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime, runtime.settings.heartbeat_interval.total_seconds())
+
+    def work(self) -> None:
+        """Compare the clocks, and log when the host's turns out to be wrong, or right again."""
+        ahead = self._clock.ahead_of(self._runtime.store.server_time)
+        if ahead is None:
+            return
+        self._clock.follow(ahead)
+        has_changed, self.ahead = abs(ahead - self.ahead) > TOLERANCE, ahead
+        if has_changed and abs(ahead) > TOLERANCE:
+            logger.warning(
+                "The clock of this host is %.1f s %s that of database %r. This process goes by the "
+                "database's; what handlers and other programs read here is wrong.",
+                abs(ahead),
+                "ahead of" if ahead > 0 else "behind",
+                self._runtime.database,
+            )
+        elif has_changed:
+            logger.info("The clock of this host is right again")
 
 
 class LeasedDuty(PeriodicDuty):

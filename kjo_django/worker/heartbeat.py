@@ -19,7 +19,7 @@ from kjo_django.logs import get_logger
 from kjo_django.models import LimitControl, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
-from kjo_django.worker.duties import OUTAGES, PeriodicDuty
+from kjo_django.worker.duties import OUTAGES, ClockCheck, PeriodicDuty
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 
 logger = get_logger("kjo_django")
@@ -187,16 +187,17 @@ class Heartbeat(PeriodicDuty):
         self._describe = describe
         self._on_controls_changed = on_controls_changed
         self._beat_at = self._renew_at = 0.0
+        self._clock_check = ClockCheck(runtime)
 
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
-        self._leases.show_alive()
         try:
             self._write()
             self._read_controls()
         except (DatabaseError, InterfaceError) as error:
             logger.error("The worker could not register yet: %s", error)
             drop_broken_connections()
+        self._leases.show_alive()  # by the clock that it goes by since it has written its row
         self._due_at = self._clock.monotonic() + self.pause
 
     def work(self) -> None:
@@ -218,7 +219,11 @@ class Heartbeat(PeriodicDuty):
             self._write()
 
     def _write(self) -> None:
-        values = self._describe() | {"heartbeat_at": self._clock.now()}
+        self._clock_check.work()
+        values = self._describe() | {
+            "heartbeat_at": self._clock.now(),
+            "clock_ahead": round(self._clock_check.ahead, 3),
+        }
         rows = WorkerRow.objects.using(self._runtime.database)
         if not rows.filter(pk=self._worker_id).update(**values):
             rows.create(pk=self._worker_id, **values)

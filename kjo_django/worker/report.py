@@ -14,6 +14,7 @@ from django.db import connections
 from django.utils import timezone
 from django.utils.timesince import timesince
 
+from kjo_django.clock import CLOCK
 from kjo_django.messages.serializers import one_line
 from kjo_django.runtime import Runtime, transport_class
 from kjo_django.worker.process import Worker
@@ -94,7 +95,7 @@ def _partitions(names: list[str]) -> str:
 
 
 def _age(moment: datetime) -> str:
-    seconds = int((timezone.now() - moment).total_seconds())
+    seconds = int((CLOCK.now() - moment).total_seconds())
     if seconds < 60:
         return f" ({seconds} second{'s' * (seconds != 1)} ago)"
     # Django separates number and unit by a space that terminals may not know.

@@ -15,8 +15,8 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import QuerySet
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.failures import error_text
@@ -187,7 +187,7 @@ class OutageLog:
             self._errors.pop(source, None)
         elif self._errors.get(source, ("",))[0] != error:
             logger.error("%s: %s", source, error)
-            met = {source: (error, timezone.now())}
+            met = {source: (error, CLOCK.now())}
             self._errors = met | self._errors if is_first else self._errors | met
             self._on_error(source, error)
 

@@ -26,9 +26,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from django.db.models.functions import Greatest
-from django.utils import timezone
 
 from kjo_django import models, signals
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import RELAY_CHANNEL, after_commit, dispatch_jobs, is_transactional
 from kjo_django.enqueue.waiting import workflow_channel
@@ -220,7 +220,7 @@ class _Advance:
         self._again = again
         self._cancels = {OnFailure.CANCEL, OnFailure.HOLD} if gives_up else {OnFailure.CANCEL}
         self._using = runtime.database
-        self._now = timezone.now()
+        self._now = CLOCK.now()
         locked, self._rows = runtime.store.lock_workflows(workflows, totals, stages, completing)
         self.workflows = {row.pk: row for row in locked}
         self._released: set[UUID] = set()
@@ -415,7 +415,7 @@ def cancel_steps(runtime: Runtime, jobs: Collection[UUID]) -> set[UUID]:
     # Now that the workflows are locked, nobody releases them.
     rows = list(waiting.filter(stage__in=facts).values_list("stage_id", "pk"))
     cancelled = {job for _, job in rows}
-    transition("cancel", waiting.filter(pk__in=cancelled), finished_at=timezone.now())
+    transition("cancel", waiting.filter(pk__in=cancelled), finished_at=CLOCK.now())
     change = CHANGES[JobState.CANCELLED]
     runtime.store.count_steps(_totals(facts, [(stage, job, change) for stage, job in rows]))
     advance.run({stage for stage, _ in rows})
@@ -509,7 +509,7 @@ def save_state(runtime: Runtime, workflow: models.Workflow, before: str) -> None
 
     :param before: its state until now.
     """
-    runtime.store.write_advance(Advance(timezone.now(), [], [], [], [workflow]))
+    runtime.store.write_advance(Advance(CLOCK.now(), [], [], [], [workflow]))
     send_end(runtime, workflow, before)
 
 

@@ -15,6 +15,7 @@ from django.db.models import Model
 from django.utils import timezone
 
 from kjo_django import models
+from kjo_django.clock import CLOCK
 from kjo_django.enqueue.coroutines import awaited_as, from_coroutine
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, Step, new_job
 from kjo_django.enqueue.storing import store, store_alike, too_large
@@ -508,7 +509,7 @@ class Workflow:
         first = self.graph.steps[0].job
         runtime = runtime_of(first.options.queue or first.handler.options.queue)
         stages = plan(self.graph, runtime, self.on_failure)
-        now = timezone.now()
+        now = CLOCK.now()
         deadline = self.deadline
         if isinstance(deadline, timedelta):
             deadline = now + deadline

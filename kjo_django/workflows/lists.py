@@ -11,8 +11,8 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import Count, Q, QuerySet, Sum
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.models import (
     DeadLetter,
     DeadLetterState,
@@ -124,7 +124,7 @@ def open_by_name() -> tuple[Groups, bool]:
 
 def facts(workflows: Sequence[Workflow]) -> dict[UUID, dict[str, Any]]:
     """Return what lists, endpoints and commands show of each workflow, by its key, in one query."""
-    now = timezone.now()
+    now = CLOCK.now()
     found = zip(workflows, snapshots(workflows), strict=True)
     return {row.pk: _facts(row, snapshot, now) for row, snapshot in found}
 

@@ -7,9 +7,11 @@ import ctypes
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import django
 from django.core.management import execute_from_command_line
+from django.utils import timezone
 
 PR_SET_PDEATHSIG = 1
 
@@ -30,8 +32,16 @@ def give_checks(seconds: float) -> None:
     overview.HEALTH_TIMEOUT = seconds
 
 
+def set_clock(seconds: float) -> None:
+    """Let the host's clock be wrong: for whatever is imported from now on."""
+    now = timezone.now
+    timezone.now = lambda: now() + timedelta(seconds=seconds)
+
+
 if __name__ == "__main__":
     die_with_parent()
+    if seconds := os.environ.get("KJO_TEST_CLOCK_AHEAD"):
+        set_clock(float(seconds))
     if seconds := os.environ.get("KJO_TEST_HEALTH_SECONDS"):
         give_checks(float(seconds))
     execute_from_command_line(sys.argv)

@@ -60,8 +60,8 @@ class Clock:
 
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
-        monkeypatch.setattr(Store, "server_time", lambda store: shifted_now())
-        monkeypatch.setattr(PostgresStore, "server_time", lambda store: shifted_now())
+        for store in (Store, *Store.__subclasses__()):
+            monkeypatch.setattr(store, "server_time", lambda store: shifted_now())
         monkeypatch.setattr(PostgresStore, "read_windows", Store.read_windows)
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)

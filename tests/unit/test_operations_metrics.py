@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
-from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from kjo_django import registry
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import Trend
+from tests.clocks import set_now
 from tests.factories import WorkerFactory
 
 NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
@@ -22,7 +22,7 @@ HOUR = timedelta(hours=1)
 
 @pytest.fixture(autouse=True)
 def _now(monkeypatch):
-    monkeypatch.setattr(timezone, "now", lambda: NOW)
+    set_now(monkeypatch, lambda: NOW)
     monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["mail"])
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from django.utils import timezone
 
 import kjo_django
 from kjo_django import DlqConfig
@@ -36,6 +35,7 @@ from kjo_django.patterns.kdlq.config import ProcessingStatus
 from kjo_django.patterns.kdlq.routing import Verdict, decide
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import NoSubscription, OutgoingRecord, Published, Record
+from tests.clocks import set_now
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
 
@@ -121,7 +121,7 @@ def write_event(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, A
 
 
 def write_kdlq(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(timezone, "now", lambda: datetime.fromisoformat(given["now"]))
+    set_now(patch, lambda: datetime.fromisoformat(given["now"]))
     error = PermanentError(given["error"]) if "error" in given else None
     verdict = Verdict(ProcessingStatus(given["answer"]), error)
     config = DlqConfig(**given["config"])
@@ -131,7 +131,7 @@ def write_kdlq(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, An
 
 
 def write_dead_letter(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(timezone, "now", lambda: datetime.fromisoformat(given["now"]))
+    set_now(patch, lambda: datetime.fromisoformat(given["now"]))
     record, runtime = read_from(given["record"]), current_runtime()
     problem: Exception = PermanentError(given["error"])
     try:

@@ -32,6 +32,7 @@ from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.store import store_for
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
+from tests.clocks import set_now
 from tests.factories import JobFactory
 from tests.ledger.jobs import always_fails, write, write_keyed
 from tests.ledger.models import Entry
@@ -529,7 +530,7 @@ class VirtualClock(Clock):
 @pytest.fixture
 def clock(_memory, monkeypatch):
     clock = VirtualClock()
-    monkeypatch.setattr(timezone, "now", clock.now)
+    set_now(monkeypatch, clock.now)
     monkeypatch.setattr(get_coordination(), "clock", clock)
     return clock
 

@@ -26,10 +26,10 @@ from typing import Any, cast
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
 from django.db import connections
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from kjo_django import tracing
+from kjo_django.clock import CLOCK
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
 from kjo_django.engine.handler.connections import watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
@@ -263,7 +263,7 @@ def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, 
         if original := headers.get(names.UNIQUE_ID):
             # It replays the dead letter of another job, which was enqueued under this id.
             unique_id = original.decode("utf-8", "replace")
-        attempt.started_at = timezone.now()
+        attempt.started_at = CLOCK.now()
         try:
             payload = load_value(message.payload, message.content_type)
             if attempt.step is not None:

@@ -29,7 +29,8 @@ from kjo_django.management.commands._shared import (
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
-from kjo_django.runtime import current_runtime, runtime_for
+from kjo_django.runtime import Runtime, current_runtime, runtime_for
+from kjo_django.worker.duties import OUTAGES, ClockCheck, DutyThread
 from kjo_django.worker.report import announce, surroundings
 from kjo_django.worker.supervisor import THREAD_DIED
 
@@ -143,6 +144,7 @@ class Command(ParsedCommand):
     def _relay_once(self, relays: list[Relay]) -> None:
         left = []
         for relay in relays:
+            ClockCheck(relay.runtime).work()
             with using(relay.runtime.database):
                 left += relay.publish_all()
         self.stdout.write(f"Published {_published(relays)}.")
@@ -204,6 +206,7 @@ def _run(relays: list[Relay]) -> bool:
     :returns: whether none has died.
     """
     died: list[Relay] = []
+    clocks = [_clock_thread(relay.runtime) for relay in relays]
 
     def run(relay: Relay) -> None:
         try:
@@ -221,10 +224,22 @@ def _run(relays: list[Relay]) -> bool:
     for thread in others:
         thread.start()
     run(relays[0])
-    for thread in others:
+    for clock in clocks:
+        clock.stop()
+    for thread in (*others, *clocks):
         # One that hangs in a call of its broker keeps no process that has lost another.
         thread.join(LEFT_AFTER if died else None)
     return not died
+
+
+def _clock_thread(runtime: Runtime) -> DutyThread:
+    """Have the relay go by its database's clock from its first look on."""
+    check = ClockCheck(runtime)
+    with suppress(*OUTAGES):  # the thread tells of them
+        check.work()
+    thread = DutyThread(runtime, "kjo-clock", [check])
+    thread.start()
+    return thread
 
 
 def _stop(relays: list[Relay]) -> None:

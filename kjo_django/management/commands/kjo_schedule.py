@@ -16,7 +16,7 @@ from kjo_django.schedules import celery_beat, shown
 from kjo_django.schedules.declarations import declared, is_held
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.values import did_you_mean
-from kjo_django.worker.duties import DutyThread
+from kjo_django.worker.duties import ClockCheck, DutyThread
 from kjo_django.worker.report import announce, surroundings
 from kjo_django.worker.supervisor import stop_on_signals
 
@@ -89,14 +89,15 @@ class Command(KjoCommand):
         runtimes = [runtime_for(alias) for alias in chosen_databases(options)]
         tickers = [Ticker(runtime) for runtime in runtimes]
         if options["once"]:
-            for ticker in tickers:
+            for runtime, ticker in zip(runtimes, tickers, strict=True):
+                ClockCheck(runtime).work()
                 while ticker.step() == 0.0:
                     pass
             return {"action": "once", "stored": sum(each.stored_count for each in tickers)}
         stopping = threading.Event()
         restore = stop_on_signals(stopping)
         threads = [
-            DutyThread(runtime, "kjo-schedules", [ticker])
+            DutyThread(runtime, "kjo-schedules", [ClockCheck(runtime), ticker])
             for runtime, ticker in zip(runtimes, tickers, strict=True)
         ]
         for runtime in () if options["json"] else runtimes:  # which is one object, at the end

@@ -13,8 +13,8 @@ from typing import Any
 
 from django.db import transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.logs import get_logger
@@ -81,7 +81,7 @@ def prune(
     :param dry_run: delete nothing; return how many would be deleted.
     """
     kept = retention or Retention.of_settings()
-    using, now = jobs_database(), timezone.now()
+    using, now = jobs_database(), CLOCK.now()
     metrics_until = ago(now, kept.metrics)
     closed_until = ago(now, kept.failed)
     # A completed job with an open dead letter may be deleted: the letter is of an earlier

@@ -14,9 +14,9 @@ from datetime import datetime
 
 from django.db import transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from kjo_django import signals, states
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
@@ -67,7 +67,7 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
 
 
 def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
-    conf, using, now = get_settings(), jobs_database(), timezone.now()
+    conf, using, now = get_settings(), jobs_database(), CLOCK.now()
     cutoff = ago(now, conf.rescue_after)
     # A transactional transport stores a message with its job, and no relay publishes the job. But
     # the queue may have had another transport when the job was stored.

@@ -17,10 +17,10 @@ from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.models import Sum
-from django.utils import timezone
 
 from kjo_django import conf as configuration
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
@@ -46,7 +46,7 @@ logger = get_logger("kjo_django")
 
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
-HANDLERS = "handlers"
+CLOCKS, HANDLERS = "clocks", "handlers"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 SCHEDULES = "schedules"
 
@@ -74,6 +74,8 @@ class Thresholds:
     """How long due jobs may wait; also the time over which the failure rate is measured."""
     relay_age: timedelta = timedelta(seconds=60)
     """How long a due job may wait for the relay."""
+    clock: timedelta = timedelta(seconds=5)
+    """By how much a host's clock may differ from the database's."""
 
 
 @dataclass(slots=True)
@@ -313,6 +315,25 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     return bool(alive), f"{len(alive)} alive", ""
 
 
+def _clocks(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    ahead = CLOCK.ahead_of(current_runtime().store.server_time)
+    if ahead is None:
+        return False, "the database took too long to tell its time", ASK_AGAIN
+    found = {"this host": ahead}
+    for worker in status.workers():
+        if worker["is_alive"]:
+            found[f"the host of {worker['name']}"] = worker["clock_ahead_seconds"]
+    limit = thresholds.clock.total_seconds()
+    wrong = [
+        f"that of {name} is {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}"
+        for name, seconds in found.items()
+        if abs(seconds) > limit
+    ]
+    if wrong:
+        return False, f"not as the database's: {', '.join(wrong)}", ""
+    return True, f"at most {max(map(abs, found.values())):.1f} s from the database's", ""
+
+
 def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     """Tell of jobs whose handler a worker has not known. While a release is deployed there are
     some: that is a warning at first."""
@@ -321,7 +342,7 @@ def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         return True, "no job waits for a worker that knows its handler", ""
     told = (f"{name!r} ({count} jobs)" for name, (count, _) in sorted(waiting.items()))
     first = min(since for _, since in waiting.values())
-    waited = (timezone.now() - first).total_seconds()
+    waited = (CLOCK.now() - first).total_seconds()
     detail = f"not known to a worker: {', '.join(told)}, the first for {waited:.0f} s"
     fix = (
         "Replace workers of an earlier release; see that each worker imports the module that "
@@ -355,7 +376,7 @@ def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     paused = paused_queues()
-    now = timezone.now()
+    now = CLOCK.now()
     limit = ago(now, thresholds.idle)
     late = sorted(
         queue
@@ -410,9 +431,7 @@ def shares_by_partition(queue: QueueConf) -> bool:
 
 def _recent(window: timedelta) -> tuple[int, int]:
     """Return how many jobs completed and failed in the last ``window``."""
-    rows = MetricBucket.objects.using(jobs_database()).filter(
-        minute__gte=ago(timezone.now(), window)
-    )
+    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=ago(CLOCK.now(), window))
     sums = rows.aggregate(done=Sum("completed_count"), failed=Sum("failed_count"))
     return sums["done"] or 0, sums["failed"] or 0
 
@@ -439,6 +458,13 @@ PROBES = (
         RELAY, _relay, "Start manage.py kjo_produce, or kjo_consume without --no-relay.", _STORED
     ),
     _Probe(WORKERS, _workers, "Start manage.py kjo_consume.", _STORED),
+    _Probe(
+        CLOCKS,
+        _clocks,
+        "Let NTP keep the clocks of these hosts. Workers go by the database's meanwhile; handlers "
+        "and requests do not, and what these delay is due too early or too late.",
+        _STORED,
+    ),
     _Probe(HANDLERS, _handlers, "", _STORED),
     _Probe(LAG, _lag, "Start more workers, or raise CONCURRENCY.", (*_STORED, TRANSPORTS)),
     _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),

@@ -16,9 +16,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from django.db.models import F, Min, Q, QuerySet, Sum
-from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.ids import ago
 from kjo_django.models import BOUNDS, MetricBucket, MetricRollup, Worker
@@ -50,7 +50,7 @@ def add_rates(rows: Iterable[dict[str, Any]]) -> None:
     Settled are records that completed, will be retried, failed, were dropped or skipped. The change
     is None where the lag of fewer than two minutes is known. One query serves all queues.
     """
-    whole = timezone.now().replace(second=0, microsecond=0)
+    whole = CLOCK.now().replace(second=0, microsecond=0)
     minutes = (
         MetricBucket.objects.using(jobs_database())
         .filter(minute__gte=whole - MINUTES * _MINUTE)
@@ -180,7 +180,7 @@ def series(length: timedelta, *, queue: str | None = None, handler: str | None =
     :param queue: only this queue.
     :param handler: only this handler.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     rows, width = _table(length)
     end = _floor(now, width) + width
     count = max(1, -(-length // width))
@@ -215,7 +215,7 @@ def present_lag(queue: str | None = None) -> int | None:
 
     :param queue: of this queue alone.
     """
-    since = ago(timezone.now(), max(LAG_AGE, 6 * get_settings().heartbeat_interval))
+    since = ago(CLOCK.now(), max(LAG_AGE, 6 * get_settings().heartbeat_interval))
     rows = MetricBucket.objects.using(jobs_database()).filter(lag__isnull=False, minute__gte=since)
     wanted = set(filter(current_runtime().holds, registry.consumed_queue_names()))
     if queue is not None:
@@ -230,7 +230,7 @@ def totals(length: timedelta, *, with_lag: bool = True) -> Totals:
 
     :param with_lag: whether to look for the lag, for which another query is needed.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     rows, width = _table(length)
     whole = _floor(now, _MINUTE)
     since = whole - timedelta(minutes=RATE_MINUTES)
@@ -273,7 +273,7 @@ def deploys(length: timedelta) -> list[dict[str, Any]]:
     worker started in the time up to now, the oldest first."""
     rows = Worker.objects.using(jobs_database()).exclude(release="").order_by()
     starts = rows.values("release").annotate(time=Min("started_at"))
-    found = starts.filter(time__gte=timezone.now() - length).order_by("time")[:50]
+    found = starts.filter(time__gte=CLOCK.now() - length).order_by("time")[:50]
     return [{**row} for row in found]
 
 
@@ -324,7 +324,7 @@ def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[Any]:
 
 def _summaries(length: timedelta, by: str) -> dict[str, Summary]:
     minute, count = _MINUTE, min(120, max(1, -(-length // _MINUTE)))
-    start = _floor(timezone.now(), minute) + minute - count * minute
+    start = _floor(CLOCK.now(), minute) + minute - count * minute
     found: dict[str, Summary] = defaultdict(lambda: Summary(sparkline=[0] * count))
     rows = MetricBucket.objects.using(jobs_database()).order_by()
     for row in _rows(rows, start):

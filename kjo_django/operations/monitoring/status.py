@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Case, F, QuerySet, Value, When
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
@@ -47,7 +47,7 @@ def state_counts() -> dict[str, int]:
     """Return how many jobs people are shown in each state of ``SHOWN``; of each stored state the
     first 100,000 rows are counted."""
     jobs = Job.objects.using(jobs_database()).order_by("pk")
-    waiting = with_shown_state(jobs, timezone.now())
+    waiting = with_shown_state(jobs, CLOCK.now())
     rows = {str(state): waiting.filter(state=state) for state in WAITING}
     others = jobs.annotate(shown_state=F("state"))
     rows |= {str(state): others.filter(state=state) for state in OTHERS}
@@ -60,7 +60,7 @@ def state_counts() -> dict[str, int]:
 
 def overview() -> dict[str, Any]:
     """Return the figures of the first screen. A count of 100,000 is a lower bound."""
-    now = timezone.now()
+    now = CLOCK.now()
     unpublished, _is_needed = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     counts = bounded_counts({"letters": letters.order_by("pk"), "backlog": unpublished})
@@ -98,7 +98,7 @@ def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
 
     :param queues: names of queues; None: all known ones.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     rows, is_capped = queue_rows(queues, now)
     add_rates(rows)
     return {
@@ -123,7 +123,7 @@ def queue_rows(
     :param limit: rows of each state that are counted.
     :param with_lags: ask the transports how far the consumers are behind.
     """
-    now = now or timezone.now()
+    now = now or CLOCK.now()
     rows = queue_operations.overview()
     if queues is not None:
         wanted = set(queues)
@@ -232,7 +232,7 @@ def backlog(now: datetime) -> tuple[QuerySet[Job], bool]:
 
 def relay(now: datetime | None = None) -> dict[str, Any]:
     """Return how many due jobs the relay has to publish, and the age of the oldest."""
-    now = now or timezone.now()
+    now = now or CLOCK.now()
     unpublished, is_needed = backlog(now)
     return {
         "backlog": bounded_count(unpublished),
@@ -243,7 +243,7 @@ def relay(now: datetime | None = None) -> dict[str, Any]:
 
 def workers(now: datetime | None = None) -> list[dict[str, Any]]:
     """Return the workers whose rows are not stopped, the living ones first."""
-    now = now or timezone.now()
+    now = now or CLOCK.now()
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     found = [_worker(worker, now) for worker in rows.order_by("-heartbeat_at")[:500]]
     return sorted(found, key=lambda worker: not worker["is_alive"])
@@ -261,6 +261,7 @@ def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
         "release": worker.release or None,
         "is_alive": worker.heartbeat_at >= now - alive_within(),
         "heartbeat_age_seconds": seconds_since(worker.heartbeat_at, now),
+        "clock_ahead_seconds": worker.clock_ahead,
         "queues": [str(each) for each in worker.queues] if isinstance(worker.queues, list) else [],
         "is_relaying": worker.is_relaying,
         "concurrency": worker.concurrency,

@@ -10,8 +10,8 @@ from uuid import UUID
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, models, router
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.patterns.items.consumer import AbstractConsumer
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.states import ItemState
@@ -167,7 +167,7 @@ class ModelConsumer(AbstractConsumer, register=False):
     def _set(self, rows: models.QuerySet[Any], state: str, time_field: str | None) -> None:
         changes: dict[str, Any] = {self.state_field: self._state(state)}
         if time_field:
-            changes[time_field] = timezone.now()
+            changes[time_field] = CLOCK.now()
         rows.update(**changes)
 
     def _state(self, name: str) -> Any:

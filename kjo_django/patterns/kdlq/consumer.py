@@ -13,9 +13,9 @@ from threading import get_ident
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from kjo_django.clock import CLOCK
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import (
     KDLQConfigurationException,
@@ -169,7 +169,7 @@ class KDLQMessageConsumer:
             headers=outgoing.headers,
             kind=self.id,
             carrier=carrier_of(outgoing.topic, self.config.transport),
-            available_at=timezone.now() + decision.delay,
+            available_at=CLOCK.now() + decision.delay,
         )
 
     def _kill(self, record: Record, decision: Decision, verdict: Verdict) -> None:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
-from django.utils import timezone
 
 from kjo_django import conf, registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.enqueue.storing import row_key, store_record
@@ -107,7 +107,7 @@ class KdlqHandler(Handler):
                 raise JobCancelledError(f"{parking.LIMIT_OF_KEY} of its key wait already")
             if line.ahead_until is not None:
                 parking.leave(line)
-                self._park(record, line, max(line.ahead_until, timezone.now()))
+                self._park(record, line, max(line.ahead_until, CLOCK.now()))
                 return
         self._process(record, line)
 
@@ -134,7 +134,7 @@ class KdlqHandler(Handler):
     ) -> None:
         if decision.status is Status.REDELIVERED:
             assert decision.outgoing is not None
-            due = timezone.now() + decision.delay
+            due = CLOCK.now() + decision.delay
             if line is not None:
                 self._park(replace_headers(record, decision.outgoing), line, due)
             else:

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Mapping
 from datetime import datetime
 
-from django.utils import timezone
-
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.engine.failures import error_text
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH
@@ -63,7 +62,7 @@ def killed(
     """Return the headers of a message for the dead-letter topic."""
     headers = _kept(record, config, marker)
     headers[KILLS] = integer(counter(record.headers, KILLS) + 1)
-    headers[FAILED_AT] = long(_milliseconds(timezone.now()))
+    headers[FAILED_AT] = long(_milliseconds(CLOCK.now()))
     headers.pop(ERROR_CLASS, None)
     headers.pop(ERROR_MESSAGE, None)
     if error is not None:

@@ -8,8 +8,8 @@ import hashlib
 from collections.abc import Mapping
 
 from django.db.models import F, QuerySet
-from django.utils import timezone
 
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.engine.failures import error_text, fingerprint, traceback_text, type_text
 from kjo_django.messages import headers as names
@@ -64,7 +64,7 @@ def record_letter(
 
     :param headers: as the message went to the dead-letter topic.
     """
-    now = timezone.now()
+    now = CLOCK.now()
     place = place_of(record)
     identity = f"kdlq\0{consumer}\0{group}\0{place}"
     letter = DeadLetter(
@@ -130,7 +130,7 @@ def close_letter(record: Record, consumer: str) -> None:
     """Close the row of a killed message that was processed after its kill."""
     _letters(record, consumer).filter(state=DeadLetterState.OPEN).update(
         state=DeadLetterState.REPLAYED,
-        closed_at=timezone.now(),
+        closed_at=CLOCK.now(),
         replay_count=F("replay_count") + 1,
         note="processed from the dead-letter topic",
     )

@@ -16,9 +16,9 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import QuerySet
-from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
@@ -71,7 +71,7 @@ def leave(line: Line) -> None:
     """Close the row a message waited in, since it has been handled or waits in another row."""
     if line.row:
         rows = Job.objects.using(jobs_database()).filter(pk=line.row)
-        transition("complete", rows, finished_at=timezone.now())
+        transition("complete", rows, finished_at=CLOCK.now())
 
 
 def _id_in(record: Record, header: str) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.utils import timezone
-
 from kjo_django import states
+from kjo_django.clock import CLOCK
 from kjo_django.enqueue.job_status import Progress, progress_of, shown_states
 from kjo_django.enqueue.storing import milliseconds
 from kjo_django.enqueue.waiting import (
@@ -158,7 +157,7 @@ def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> Updat
     :param ttl: a timedelta, or whole milliseconds.
     """
     lasts = milliseconds(ttl)
-    now = timezone.now()
+    now = CLOCK.now()
     jobs = named(queue, unique_id)
     changed = jobs.filter(
         state__in=(JobState.COMPLETED, JobState.FAILED), result_expires_at__gt=now

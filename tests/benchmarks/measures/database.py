@@ -15,6 +15,7 @@ import psycopg
 from django.db import connections
 from django.utils import timezone
 
+from kjo_django.clock import Clock
 from kjo_django.models import Job
 from kjo_django.operations.maintenance.prune import Retention, prune
 from kjo_django.outbox.relay import Relay
@@ -235,7 +236,7 @@ def _prune(count: int) -> int:
     kept, later = timedelta(days=1), timezone.now() + timedelta(days=1)
     if Job.objects.count() > count:
         kept = later - oldest[count]
-    with patch("django.utils.timezone.now", return_value=later):
+    with patch.object(Clock, "now", staticmethod(lambda: later)):
         deleted = prune(Retention(kept, kept, kept, kept))
     jobs = deleted["jobs"] + deleted["failed_jobs"]
     if not jobs:

@@ -12,6 +12,7 @@ from django.db.models import F
 from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.clock import Clock
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job
 from kjo_django.operations.maintenance.prune import Retention
@@ -58,7 +59,8 @@ def enqueue(at_once: int) -> None:
 def prune() -> None:
     """Delete all jobs and markers, as `kjo_prune` does once they are old, and free their space."""
     kept = timedelta(days=1)
-    with patch("django.utils.timezone.now", return_value=timezone.now() + 2 * kept):
+    later = timezone.now() + 2 * kept
+    with patch.object(Clock, "now", staticmethod(lambda: later)):
         prune_rows(Retention(kept, kept, kept, kept))
     with connection.cursor() as cursor:
         for table in ("kjo_job", "processed_events"):
