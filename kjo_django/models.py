@@ -152,6 +152,41 @@ class JobQuerySet(models.QuerySet["Job"]):
         return self.filter(pk=id, generation=generation)
 
 
+SHOWN_STATES = {
+    "processing": "jobs with a live lease, which coordination knows. handle.status tells of one "
+    "job, manage.py kjo_status of all; Job.objects.unfinished_due() has those that run or could",
+    "scheduled": "pending jobs that are due later: filter(state='pending', available_at__gt=now)",
+}
+"""What to ask for instead of a state that is not stored."""
+
+
+def _refuse_shown_states(conditions: dict[str, Any]) -> None:
+    wanted = conditions.get("state", conditions.get("state__exact"))
+    among = conditions.get("state__in", ())
+    given = {wanted, *(among if isinstance(among, Sequence) else ())}
+    for name, instead in SHOWN_STATES.items():
+        if name in given:
+            raise ValueError(f"No job has the state {name!r}: it is shown of {instead}.")
+
+
+_JobManager = models.Manager.from_queryset(JobQuerySet)
+
+
+class JobManager(_JobManager["Job"]):
+    """Refuses to look for states that people are shown and no row has; without that, nothing is
+    found and nothing says why."""
+
+    def filter(self, *args: Any, **kwargs: Any) -> JobQuerySet:
+        """As always."""
+        _refuse_shown_states(kwargs)
+        return self.get_queryset().filter(*args, **kwargs)  # type: ignore[return-value]
+
+    def exclude(self, *args: Any, **kwargs: Any) -> JobQuerySet:
+        """As always."""
+        _refuse_shown_states(kwargs)
+        return self.get_queryset().exclude(*args, **kwargs)  # type: ignore[return-value]
+
+
 @partially_indexed
 class Job(StoredModel):
     """A unit of work and its state; see ``kjo_django.states`` for the state machine.
@@ -246,7 +281,7 @@ class Job(StoredModel):
         help_text=_("Of a workflow's step."),
     )
 
-    objects = JobQuerySet.as_manager()
+    objects = JobManager()
 
     unique_rule: Any = None
     """An ``enqueue.unique.UniqueRule`` for the enqueue of an unsaved job; no column."""

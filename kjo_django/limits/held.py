@@ -175,8 +175,9 @@ def first_of_keys(
 
 
 def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
-    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has; the
-    others come last, in this order, but for those that had started.
+    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has, unless
+    it has got another key or priority since; the others come last, in this order, but for those
+    that had started.
     """
     using = runtime.database
     known: dict[UUID, tuple[int, str]] = {}
@@ -199,6 +200,7 @@ def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
             )
         )
     changed = ["limit", "generation", "queue", "is_released"]
+    _forget_replaced(runtime, places)
     if places:
         runtime.store.insert_or_update(places, "job_id", changed, _NAMES)
     alike: dict[tuple[int, int], list[UUID]] = {}
@@ -216,6 +218,20 @@ def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
                 if attempts:
                     changes["state"] = JobState.FAILING
                 transition("hold", open_jobs, **changes)
+
+
+def _forget_replaced(runtime: Runtime, places: Sequence[HeldJob]) -> None:
+    """Delete places of jobs that were replaced, or requeued, with another key or priority: among
+    jobs of these they come last."""
+    wanted = {place.job_id: place for place in places if place.generation > 1}
+    for some in _chunks(wanted):
+        stale = [
+            before.pk
+            for before in rows(runtime).filter(job_id__in=some)
+            if before.generation != (place := wanted[before.job_id]).generation
+            and (before.key, before.rank) != (place.key, place.rank)
+        ]
+        rows(runtime).filter(pk__in=stale).delete()
 
 
 def keep_places(runtime: Runtime, starts: Sequence[Start]) -> None:

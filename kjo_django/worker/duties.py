@@ -8,7 +8,6 @@ starts no thread.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -332,19 +331,23 @@ def record_lag(runtime: Runtime, queue: str, lag: int) -> None:
 
 
 class TopicCheck(PeriodicDuty):
-    """Creates the missing topics of a worker's queues. A broker that is away is asked again with
-    every heartbeat, until its topics are there.
+    """Creates the missing topics of a worker's queues, also those that are deleted while it runs. A
+    broker that is away is asked again with every heartbeat.
 
     :param on_error: called with what is wrong, and with None once it is not any more.
     """
 
+    LOOK_AGAIN = 60.0
+    """Seconds between two looks at topics that were there."""
+
     def __init__(
         self, runtime: Runtime, queues: Sequence[QueueConf], on_error: Callable[[str | None], None]
     ) -> None:
-        super().__init__(runtime, runtime.settings.heartbeat_interval.total_seconds())
+        self._soon = runtime.settings.heartbeat_interval.total_seconds()
+        super().__init__(runtime, self._soon)
         self._queues = queues
         self._on_error = on_error
-        self.is_done = False
+        self.has_started = False
 
     def start(self) -> None:
         """Look before the worker begins, which a broker that is away holds up for a few seconds at
@@ -352,14 +355,13 @@ class TopicCheck(PeriodicDuty):
 
         :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
         """
-        if not self.is_done:
+        if not self.has_started:
+            self.has_started = True
             self._ensure(topics.ensure_topics_soon)
+            self._due_at = self._clock.monotonic() + self.pause
 
     def work(self) -> None:
         """Look again."""
-        if self.is_done:
-            self.pause = math.inf
-            return
         try:
             self._ensure(topics.ensure_topics)
         except ImproperlyConfigured as error:
@@ -371,9 +373,10 @@ class TopicCheck(PeriodicDuty):
             for line in ensure(self._queues):
                 logger.info(line)
         except (PublishError, TimeoutError) as error:
+            self.pause = self._soon
             self._on_error(f"Topics could not be checked yet: {error}")
         else:
-            self.is_done = True
+            self.pause = self.LOOK_AGAIN
             self._on_error(None)
 
 

@@ -614,6 +614,38 @@ def test_a_job_that_is_put_off_on_its_way_keeps_nobody_waiting(
     assert Counter(ran) == {"before": 6, "b": 1}
 
 
+@in_memory
+def test_a_job_that_is_replaced_in_line_has_its_new_priority_and_key(world: World) -> None:
+    """FINDINGS 2.11: it kept those of the job whose place it took."""
+    ran: list[str] = []
+
+    @job(name="limits.replaced", queue=QUEUE, concurrency=1, key="key")
+    def call(name: str, key: str = "") -> None:
+        ran.append(name)
+
+    # Given a line of three
+    workers = Workers(world, 1)
+    give_back = take_slot("job:limits.replaced")
+    last = call.using(id="last", on_conflict="replace")
+    moved = call.using(id="moved", on_conflict="replace")
+    call.enqueue(name="first")
+    moved.enqueue(name="moved", key="before")
+    last.enqueue(name="last")
+    workers.run_for(1, 0.25)
+    assert HeldJob.objects.filter(is_released=False).count() == 3
+    # When the last becomes urgent, and another gets another key
+    last.using(priority=50).enqueue(name="last, and urgent")
+    moved.enqueue(name="moved", key="after")
+    workers.run_for(1, 0.25)
+    # Then they stand in line as what they are now
+    line = dict(HeldJob.objects.values_list("job_id", "key"))
+    jobs = {each.unique_id: each for each in Job.objects.all()}
+    assert line[jobs["moved"].pk] == jobs["moved"].key == "after"
+    give_back()
+    workers.run_until_done(10)
+    assert ran == ["last, and urgent", "first", "moved"]
+
+
 def check_what_waiting_costs(world: World, many: int) -> None:
     """Compare the statements of a worker while few jobs wait with those while many do."""
     counts = [statements_while_waiting(world, waiting) for waiting in (20, many)]

@@ -13,6 +13,7 @@ from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import metrics
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.transports.database import DatabaseTransport
@@ -24,6 +25,7 @@ from kjo_django.worker.duties import (
     LagRecorder,
     LeasedDuty,
     PublishListener,
+    TopicCheck,
     record_lag,
 )
 from tests.ledger.jobs import write
@@ -290,3 +292,38 @@ def test_nobody_listens_for_a_broker_that_answers_the_poll_itself():
 def test_those_who_publish_within_a_transaction_call():
     assert DatabaseTransport.capabilities.transactional
     assert not MemoryTransport.capabilities.transactional
+
+
+# --- Topics ---------------------------------------------------------------------------------------
+
+
+def test_topics_that_were_there_are_looked_at_again_each_minute(monkeypatch):
+    """FINDINGS 2.11: one that is deleted under a worker is made again."""
+    clock, answers, told = SetClock(), [], []
+
+    def look(queues):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(topics, "ensure_topics", look)
+    runtime = replace(current_runtime(), clock=clock)
+    check = TopicCheck(runtime, [get_settings().queue("ledger")], told.append)
+    answers.append([])
+    check.start()
+    # Nothing is asked twice at the start, nor before a minute has passed
+    check.start()
+    assert check.step() == TopicCheck.LOOK_AGAIN
+    # When: it is gone, then the broker is
+    clock.advance(TopicCheck.LOOK_AGAIN)
+    answers += [["created ledger with 1 partitions"], PublishError("away"), []]
+    assert check.step() == TopicCheck.LOOK_AGAIN
+    clock.advance(TopicCheck.LOOK_AGAIN)
+    soon = check.step()
+    # Then: it is asked for again with each heartbeat until the broker answers
+    assert soon == runtime.settings.heartbeat_interval.total_seconds()
+    clock.advance(soon)
+    assert check.step() == TopicCheck.LOOK_AGAIN
+    assert told == [None, None, "Topics could not be checked yet: away", None]
+    assert answers == []

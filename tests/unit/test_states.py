@@ -141,6 +141,16 @@ VOCABULARIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["processing", "scheduled"])
+@pytest.mark.parametrize("method", ["filter", "exclude"])
+def test_a_state_that_no_row_has_is_refused_with_what_to_ask_for(method, name):
+    """FINDINGS 2.11: it found nothing without a word."""
+    with pytest.raises(ValueError, match=f"state '{name}': it is shown of"):
+        getattr(Job.objects, method)(state=name)
+    with pytest.raises(ValueError, match="it is shown of"):
+        getattr(Job.objects, method)(state__in=["queued", name])
+
+
 def test_every_status_is_in_the_table_of_vocabularies():
     assert [row[0] for row in VOCABULARIES] == JobStatus.values
 
