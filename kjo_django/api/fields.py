@@ -48,6 +48,8 @@ def _column(column: Any) -> serializers.Field:
         return serializers.CharField(**plain, **({"allow_blank": True} if column.blank else {}))
     if isinstance(column, models.IntegerField):
         return serializers.IntegerField(**plain)
+    if isinstance(column, models.FloatField):
+        return serializers.FloatField(**plain)
     if isinstance(column, models.BooleanField):
         return serializers.BooleanField(**plain)
     if isinstance(column, models.DateTimeField):

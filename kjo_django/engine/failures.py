@@ -318,7 +318,8 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
     JobFailure.objects.using(using).bulk_create(failures)
-    DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
+    if letters:
+        runtime.store.insert_missing(letters)
     if steps:
         announcements: list[Callable[[], object]] = []
         # One attempt announces what all of them have ended: they are committed together.

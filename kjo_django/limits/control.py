@@ -54,7 +54,7 @@ def set_limit(
     if not values:
         return False
     with runtime.store.writing():
-        rows.bulk_create([LimitControl(name=name)], ignore_conflicts=True)
+        runtime.store.insert_missing([LimitControl(name=name)])
         stamp = {"changed_by": actor[:150], "updated_at": CLOCK.now()}
         changed = rows.filter(name=name).exclude(**_same(values)).update(**values, **stamp)
         rows.filter(name=name, rate="", burst=None, concurrency=None).delete()

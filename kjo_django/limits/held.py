@@ -256,7 +256,8 @@ def keep_places(runtime: Runtime, starts: Sequence[Start]) -> None:
             for job in free
             if Start(job.pk, job.generation, job.attempts + 1) == wanted[job.pk]
         ]
-    rows(runtime).bulk_create(places, ignore_conflicts=True, batch_size=_NAMES)
+    for some in _chunks(places):
+        runtime.store.insert_missing(some)
 
 
 def fill(runtime: Runtime, name: str, most: int, wait: float, interval: float) -> bool:

@@ -87,8 +87,7 @@ def ensure_rows() -> None:
     """Store a row for every known queue without one."""
     missing = untouched()
     if missing:
-        rows = QueueControl.objects.using(jobs_database())
-        rows.bulk_create(missing, ignore_conflicts=True)
+        current_runtime().store.insert_missing(missing)
 
 
 def overview() -> list[dict[str, Any]]:
@@ -143,7 +142,7 @@ def _change(
     rows = QueueControl.objects.using(using)
     with transaction.atomic(using=using):
         # The UPDATE is conditional: of two operators one changes the queue.
-        rows.bulk_create([QueueControl(queue=queue)], ignore_conflicts=True)
+        current_runtime().store.insert_missing([QueueControl(queue=queue)])
         changed = (
             rows.filter(queue=queue)
             .exclude(**values)

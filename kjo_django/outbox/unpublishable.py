@@ -152,7 +152,7 @@ def _fail(
         release=runtime.settings.release,
         **described,
     )
-    DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
+    runtime.store.insert_missing([letter])
     message = "The message of job %s can never be published and is a dead letter: %s"
     logger.error(message, job.id, text, extra=job.log_facts)
     return letter, row.unique_id

@@ -188,7 +188,7 @@ def synchronize(runtime: Runtime) -> None:
     now = runtime.clock.now()
     fresh = [_new_row(name, wanted[name], now) for name in wanted if name not in known]
     if fresh:
-        rows.bulk_create(fresh, ignore_conflicts=True)
+        runtime.store.insert_missing(fresh)
     faulty = runtime.settings.schedules.keys() - every.keys()
     for name, row in known.items():
         if row.source != Schedule.Source.CODE:

@@ -320,7 +320,7 @@ def record_lag(runtime: Runtime, queue: str, lag: int) -> None:
         which |= {"queue": queue, "handler": "", "worker_id": uuid.uuid5(_LAG_NAMESPACE, queue)}
         if not rows.filter(**which).update(lag=lag):
             # Of two who find no row one makes it, the other's figure is as good.
-            rows.bulk_create([rows.model(**which, lag=lag)], ignore_conflicts=True)
+            runtime.store.insert_missing([rows.model(**which, lag=lag)])
 
     using = runtime.database
     minute = runtime.clock.now().replace(second=0, microsecond=0)

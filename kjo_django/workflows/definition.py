@@ -526,7 +526,7 @@ class Workflow:
         with runtime.store.transaction(savepoint=False):
             new = [row]
             if self.id is not None:
-                rows.bulk_create(new, ignore_conflicts=True)
+                runtime.store.insert_missing(new)
                 known = rows.filter(name=self.name, unique_id=self.id).first()
                 if known is None:
                     raise StorageError(f"The workflow {self.name} {self.id} could not be stored")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from django.db import connection, transaction
 from django.db.models.signals import post_init
-from django.utils import timezone as clock
 from hypothesis import HealthCheck, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
 from kjo_django.store.postgres import COPY_FROM, PostgresStore
+from tests.clocks import set_now
 from tests.ledger.jobs import write, write_keyed
 
 pytestmark = pytest.mark.postgres
@@ -43,7 +43,7 @@ def on_a_log_transport(settings, postgres, monkeypatch):
         "QUEUES": {"ledger": {}, "other": {}},
         "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
     }
-    monkeypatch.setattr(clock, "now", lambda: NOON)
+    set_now(monkeypatch, lambda: NOON)
 
 
 @pytest.fixture

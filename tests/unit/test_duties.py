@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError
 
+from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import CoordinationError, PublishError
@@ -54,7 +55,9 @@ class Sweep(LeasedDuty):
 
 
 @pytest.fixture(autouse=True)
-def _configured(sqlite_file, settings):
+def _configured(sqlite_file, settings, monkeypatch):
+    # Whatever other tests of this process have registered.
+    monkeypatch.setattr(registry, "consumed_queue_names", lambda: ["ledger", "other"])
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {}}}
 
 

@@ -17,7 +17,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations.dead_letters import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.transports.base import Record
 
 DECIDED = "Not processed, its dead letter has been replayed or discarded: %s"
@@ -91,8 +91,7 @@ def record_letter(
         closed_at=now if is_skipped else None,
         note="killed as often as max_kills allows" if is_skipped else "",
     )
-    rows = DeadLetter.objects.using(jobs_database())
-    rows.bulk_create([letter], ignore_conflicts=True)
+    current_runtime().store.insert_missing([letter])
 
 
 def _letters(record: Record, consumer: str) -> QuerySet[DeadLetter]:
