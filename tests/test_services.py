@@ -148,6 +148,7 @@ def test_a_command_that_does_not_exist_ends_as_in_a_shell() -> None:
     assert run("--redis", "--", "no-such-command").returncode == 127
 
 
+@pytest.mark.large  # tests/test_command.py interrupts the test command itself
 def test_an_interrupt_reaches_the_command_and_the_servers_stop_after_it(
     temporary: Path,
 ) -> None:

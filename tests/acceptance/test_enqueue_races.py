@@ -99,7 +99,7 @@ def test_a_save_is_killed_on_its_way(engine: Engine) -> None:
     engine.assert_each_ran_once(["never"])
 
 
-@pytest.mark.medium
+@pytest.mark.medium("embedded", "real")
 def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
     # Given fifty threads that start together
     barrier = threading.Barrier(50)

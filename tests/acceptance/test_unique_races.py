@@ -35,7 +35,7 @@ def together(definition: Any, count: int = THREADS) -> list[Any]:
         return list(pool.map(enqueue, range(count)))
 
 
-@pytest.mark.medium
+@pytest.mark.medium("mariadb", "postgres")
 def test_of_threads_that_enqueue_at_once_one_stores_the_job(any_engine: Engine) -> None:
     # When
     answers = together(jobs.write.using(unique_for=HOUR, unique_by=()))

@@ -307,6 +307,7 @@ CASES: list[tuple[str, set[str]]] = [
 ]
 
 
+@pytest.mark.large("views-does2", "all but payloads-does3")  # between two others of the table
 @pytest.mark.parametrize("_database", [SQLITE], indirect=True)
 @pytest.mark.parametrize(("user", "does"), CASES)
 def test_every_address_answers_whoever_asks(rows: Rows, user: str, does: set[str]) -> None:
@@ -315,6 +316,7 @@ def test_every_address_answers_whoever_asks(rows: Rows, user: str, does: set[str
     assert done == does
 
 
+@pytest.mark.large("all-postgres", "views but payloads-mariadb")  # each server has one of the two
 @pytest.mark.parametrize("_database", [POSTGRES, MARIADB], indirect=True)
 @pytest.mark.parametrize("user", ["views but payloads", "all"])
 def test_every_address_answers_on_servers_too(rows: Rows, user: str) -> None:

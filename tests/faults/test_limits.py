@@ -150,6 +150,13 @@ def slow_down(world: World, monkeypatch: pytest.MonkeyPatch, what: str, seconds:
     monkeypatch.setattr(owner, name, slow)
 
 
+@pytest.mark.large(  # of each kind of delay the default tier has one case, and one of two handlers
+    "permits-0.1-0.8",
+    "permits-1.0-0.1",
+    "starts-0.1-0.9-atomic",
+    "settling-0.1-0.9-outside",
+    "sleeps-0.1-0.9-atomic",
+)
 @every_engine
 @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
 @pytest.mark.parametrize(("what", "seconds", "part"), SLOW)
@@ -178,6 +185,7 @@ def test_a_rate_is_used_and_kept_on_a_machine_where_something_takes_long(
 
 
 @in_memory
+@pytest.mark.large("outside")
 @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
 def test_jobs_that_are_cancelled_when_they_may_start_leave_the_rate_to_others(
     world: World, atomic: bool
@@ -208,6 +216,7 @@ def test_jobs_that_are_cancelled_when_they_may_start_leave_the_rate_to_others(
 
 
 @in_memory
+@pytest.mark.large("10-m-10-100-90-24-20", "200-m-1000-1500-20-1060-20")
 @pytest.mark.parametrize(
     ("rate", "burst", "count", "seconds", "starts", "most_releases"),
     [

@@ -73,6 +73,7 @@ def wrapped():
     return error
 
 
+@pytest.mark.large("database-only-caused", "keyed-caused", "batch-caused")
 @every_database
 @pytest.mark.parametrize("error", [OperationalError("locked"), wrapped()], ids=["of it", "caused"])
 @pytest.mark.parametrize("kind", ["atomic", "database-only", "keyed", "batch"])
