@@ -38,6 +38,7 @@ from kjo_django.operations.audit import log_entries
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.safe_text import InertName, inert
+from kjo_django.runtime import jobs_database
 from kjo_django.store.counting import bounded_count
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ class KjoAdmin(BaseModelAdmin):
         self.action_form = list_form_of(self.table)  # type: ignore[misc]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Defer the large columns."""
-        return super().get_queryset(request).defer(*self.never_listed)
+        """Read from where the rows are written, and defer the large columns."""
+        rows: QuerySet[Any] = super().get_queryset(request).using(jobs_database())
+        return rows.defer(*self.never_listed)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
         """Return a row; None for a key that the database would refuse."""

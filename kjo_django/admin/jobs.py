@@ -29,6 +29,7 @@ from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
+from kjo_django.runtime import jobs_database
 
 FAILURES_SHOWN = 100
 """Most failed attempts shown: a job that is retried without end has thousands, each with its
@@ -60,7 +61,7 @@ class JobFailureInline(BaseInline):
         """Load only the columns that are shown, and only the newest of what may be thousands of
         rows.
         """
-        rows = super().get_queryset(request)
+        rows = super().get_queryset(request).using(jobs_database())
         if not may_see_payloads(request):
             rows = rows.defer("traceback")
         job = self._job_of(request)

@@ -69,7 +69,7 @@ class MySqlStore(Store):
         names = [quote(str(field.column)) for field in fields]
         places = ", ".join([f"({', '.join(['%s'] * len(fields))})"] * len(rows))
         values = [
-            field.get_db_prep_save(getattr(row, field.attname), connection)
+            field.get_db_prep_save(field.pre_save(row, add=True), connection)
             for row in rows
             for field in fields
         ]

@@ -347,7 +347,8 @@ class TopicCheck(PeriodicDuty):
         super().__init__(runtime, self._soon)
         self._queues = queues
         self._on_error = on_error
-        self.has_started = False
+        self.are_there = False
+        """Whether the topics were there, or were made, when the broker answered last."""
 
     def start(self) -> None:
         """Look before the worker begins, which a broker that is away holds up for a few seconds at
@@ -355,8 +356,7 @@ class TopicCheck(PeriodicDuty):
 
         :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
         """
-        if not self.has_started:
-            self.has_started = True
+        if not self.are_there:
             self._ensure(topics.ensure_topics_soon)
             self._due_at = self._clock.monotonic() + self.pause
 
@@ -373,10 +373,10 @@ class TopicCheck(PeriodicDuty):
             for line in ensure(self._queues):
                 logger.info(line)
         except (PublishError, TimeoutError) as error:
-            self.pause = self._soon
+            self.are_there, self.pause = False, self._soon
             self._on_error(f"Topics could not be checked yet: {error}")
         else:
-            self.pause = self.LOOK_AGAIN
+            self.are_there, self.pause = True, self.LOOK_AGAIN
             self._on_error(None)
 
 

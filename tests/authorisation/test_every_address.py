@@ -324,6 +324,23 @@ def test_every_address_answers_on_servers_too(rows: Rows, user: str) -> None:
     assert faults_of(rows, USERS[user]())[0] == []
 
 
+class Replica:
+    """A router that sends reads elsewhere, as Django's own example does."""
+
+    def db_for_read(self, model: type[Model], **hints: Any) -> str | None:
+        return "no such replica" if model._meta.app_label == "kjo_django" else None
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("_database", [SQLITE], indirect=True)
+def test_no_address_reads_rows_of_ours_from_where_a_router_sends_reads(
+    rows: Rows, settings: Any
+) -> None:
+    """FINDINGS 2.10 n: a replica may not have them yet."""
+    settings.DATABASE_ROUTERS = [Replica()]
+    assert faults_of(rows, USERS["all"]())[0] == []
+
+
 @pytest.mark.long
 @every_database
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "missing"])

@@ -63,7 +63,7 @@ def test_a_silent_broker_holds_up_no_queue_of_another_transport(monkeypatch):
         finally:
             # When it answers, its topics are there
             silence.ends.set()
-        wait_until(lambda: running.worker._topics.is_done)
+        wait_until(lambda: running.worker._topics.are_there)
     assert silence.asked_count >= 2
     assert not Job.objects.open().exists()
 
@@ -76,7 +76,7 @@ def test_a_worker_of_that_broker_alone_waits_for_its_answer(monkeypatch):
     threading.Timer(0.4, silence.ends.set).start()
     worker.ensure_topics()
     assert silence.ends.is_set()
-    assert worker._topics.is_done
+    assert worker._topics.are_there
 
 
 def test_a_missing_topic_is_refused_at_the_start_beside_other_transports(settings):

@@ -21,7 +21,7 @@ from kjo_django.admin.dashboard.figures import duration
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.admin.display import one_line, seconds_taken, short_arguments
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
-from kjo_django.models import NEVER, Job, JobFailure
+from kjo_django.models import NEVER, DeadLetter, Job, JobFailure
 from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.monitoring.status import state_counts
@@ -184,7 +184,8 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
     found = _find(job)
     status = shown_states([found])[found.pk]
     failures = list(_failures(page, found))
-    letters = found.dead_letters.order_by("-pk").defer("value", "headers", "traceback")
+    letters = DeadLetter.objects.using(jobs_database()).filter(job=found).order_by("-pk")
+    letters = letters.defer("value", "headers", "traceback")
     if not page.may("view_payload"):
         redaction.hide_texts([found, *failures])
     progress = progress_of([found.pk]).get(str(found.pk))
@@ -238,7 +239,7 @@ def _seconds_between(start: datetime | None, end: datetime | None) -> float | No
 
 
 def _failures(page: Page, job: Job) -> Any:
-    rows = job.failures.order_by("-pk")
+    rows = JobFailure.objects.using(jobs_database()).filter(job=job).order_by("-pk")
     return (rows if page.may("view_payload") else rows.defer("traceback"))[:SHOWN_FAILURES]
 
 
