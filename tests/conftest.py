@@ -19,6 +19,7 @@ settings.register_profile("default", phases=[p for p in Phase if p is not Phase.
 pytest_plugins = [
     "tests.cluster.options",
     "tests.databases",
+    "tests.rewriting",
     "tests.selection",
     "tests.services.fixtures",
     "tests.without",

@@ -16,21 +16,31 @@ import pytest
 
 from tests.faults.boundary import Endless, Fault
 from tests.faults.conftest import ENGINES
-from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.scenarios import ENDINGS, KINDS, SCENARIOS, Scenario
 from tests.faults.world import World, run
 
 SEED = os.environ.get("KJO_FAULTS_SEED", "11")
 SAMPLE = int(os.environ.get("KJO_FAULTS_SAMPLE", "1"))
 """Cases of each scenario and engine in the test command."""
+ONE_ENDING = {f"{kind}-{ending}" for kind in KINDS for ending in ENDINGS if ending != "mixed"}
+"""Scenarios whose ending is among those of a kind's mixed one, which is in the default tier."""
 ONE = os.environ.get("KJO_FAULTS_CASE", "")
 
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+a_few_scenarios = pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, marks=pytest.mark.large(each.name) if each.name in ONE_ENDING else ())
+        for each in SCENARIOS
+    ],
+    ids=lambda each: each.name,
+)
 every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 
 
 @pytest.mark.medium("sqlite-memory")
 @every_engine
-@every_scenario
+@a_few_scenarios
 def test_a_sample_of_faults(scenario: Scenario, world: World) -> None:
     cases = record(scenario, world)
     chosen = random.Random(zlib.crc32(f"{SEED} {scenario.name}".encode()))

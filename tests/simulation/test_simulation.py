@@ -24,7 +24,7 @@ from tests.simulation.running import Simulation
 from tests.simulation.schedule import CALM, Step, drawn, dumped, loaded, shrunk
 
 SEED = int(os.environ.get("KJO_SIMULATION_SEED", "1"))
-SAMPLE_SECONDS = 10.0
+SAMPLE_SECONDS = 5.0
 """Of each transport, in the test command; fewer schedules on a slower machine."""
 MOST = 60
 MANY = 1_000_000

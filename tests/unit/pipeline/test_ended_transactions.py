@@ -85,6 +85,7 @@ def assert_only_the_guilty_has_failed(bench, innocent, guilty="bench.guilty"):
     assert settled(bench)
 
 
+@pytest.mark.large("first")  # which is amid others, without those before it
 @every_way(COMMITS, "end")
 @pytest.mark.parametrize("before", [0, 6], ids=["first", "amid"])
 def test_each_innocent_job_of_a_group_that_a_handler_commits_runs_once(bench, end, before):
@@ -112,6 +113,7 @@ def test_so_does_each_of_a_group_without_savepoints(bench, end):
     assert_only_the_guilty_has_failed(bench, innocent)
 
 
+@pytest.mark.large("raises")
 @every_way(COMMITS, "end")
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises):
