@@ -332,7 +332,6 @@ def test_a_held_step_is_replayed_and_its_workflow_carries_on_to_its_end(
     assert len(site.find_all("input[name=job]")) == 5
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("name", ["embedded"])
 def test_a_refresh_keeps_what_the_operator_chose_and_where_they_are(
     engine: Engine, site: Site
@@ -405,7 +404,6 @@ def test_the_choice_of_the_refresh_is_remembered(engine: Engine, site: Site) -> 
     assert Select(site.find("#kjo-refresh")).first_selected_option.get_attribute("value") == "15"
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("name", ["embedded"])
 def test_who_is_signed_out_is_told(engine: Engine, site: Site) -> None:
     site.open()

@@ -15,7 +15,7 @@ from tests.ledger import jobs as ledger
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.medium("postgres", "real")
+@pytest.mark.medium("real")
 def test_a_job_of_the_next_release_waits_for_its_worker(any_engine: Engine) -> None:
     # Given a worker of the release before
     engine = any_engine

@@ -58,7 +58,7 @@ def test_a_rolled_back_save_leaves_nothing(engine: Engine) -> None:
     engine.assert_each_ran_once(["kept"])
 
 
-@pytest.mark.medium
+@pytest.mark.medium("embedded", "mariadb", "real")
 @pytest.mark.usefixtures("group_saves_enqueue")
 def test_nothing_runs_before_its_transaction_commits(any_engine: Engine) -> None:
     # Given a worker that waits for work

@@ -77,7 +77,7 @@ def test_two_processes_keep_the_order_of_keys(any_engine: Engine) -> None:
     any_engine.assert_each_ran_once(names)
 
 
-@pytest.mark.medium
+@pytest.mark.medium("embedded", "real")
 def test_keys_keep_their_order_through_a_kill(engine: Engine) -> None:
     names = enqueue("killed", 200, 5)
     worker = engine.worker("--concurrency", "4")

@@ -16,6 +16,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.redis_streams.transport import trim
 from tests.acceptance.engine import Engine, Servers
+from tests.acceptance.test_shutdown import let_go
 from tests.ledger import jobs
 
 pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(180)]
@@ -45,16 +46,17 @@ def streams(redis_server: Any, database_url: str, tmp_path: Path) -> Iterator[St
 
 @pytest.mark.medium
 def test_a_worker_killed_with_ten_jobs_in_flight_leaves_them_to_others_RST_F1(
-    streams: StreamEngine,
+    streams: StreamEngine, tmp_path: Path
 ) -> None:
     """RST-34: ten in flight are not lost with a crash."""
     # Given a worker in the middle of ten jobs
-    names = [f"job-{number}" for number in range(10)]
-    jobs.write_slowly.enqueue_many({"job": name, "milliseconds": 2000} for name in names)
+    names, path = [f"job-{number}" for number in range(10)], tmp_path / "job"
+    jobs.wait_for.enqueue_many({"job": name, "path": str(path)} for name in names)
     first = streams.worker("--concurrency", "10")
     streams.wait_until(lambda: streams.has_in_flight(first.pid, 10), "The ten never began")
     # When it is killed, and another comes
     first.kill()
+    let_go(path)
     second = streams.ready_worker("--concurrency", "10")
     # Then all ten complete there without help
     streams.settle()

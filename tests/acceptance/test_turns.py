@@ -22,7 +22,7 @@ def warm_up(engine: Engine) -> list[str]:
     return names
 
 
-@pytest.mark.medium("embedded", "mariadb", "real")
+@pytest.mark.medium("embedded", "real")
 def test_a_worker_killed_in_a_slow_one_behind_quick_ones(
     any_engine: Engine, tmp_path: Path
 ) -> None:

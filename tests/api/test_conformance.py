@@ -7,6 +7,7 @@ seen than 404; the rest is as generated.
 from __future__ import annotations
 
 import base64
+import os
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ from tests.factories import (
     WorkerFactory,
 )
 
-EXAMPLES = 10
+EXAMPLES = int(os.environ.get("KJO_API_EXAMPLES", "5"))
 """Of each operation, beside those Schemathesis makes of every limit the schema names."""
 
 # What a schema cannot say: which handlers and queues there are, which members exclude others, that

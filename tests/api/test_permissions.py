@@ -319,6 +319,7 @@ def test_with_its_permissions_it_answers_and_tells_who_did_it(
     assert entries == wanted
 
 
+@pytest.mark.large  # no method of these does anything
 @each_endpoint
 def test_another_method_is_refused_as_such(endpoint: Endpoint, ask: Any, login: Login) -> None:
     for method in ("DELETE", "PUT", "OPTIONS"):

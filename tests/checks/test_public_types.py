@@ -23,7 +23,7 @@ OPTIONS = ("--verifytypes", "kjo_django", "--ignoreexternal", "--outputjson")
 def completeness(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what pyright says of each symbol of the package, by its full name."""
     if importlib.util.find_spec("pyright") is None and not os.environ.get("CI"):
-        pytest.skip("pyright is not installed: pip install --group dev")
+        pytest.skip("pyright is not installed: pip install --group release")
     # It looks for the package where the first Python of PATH would import it from.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
@@ -38,6 +38,7 @@ def completeness(folder: Path) -> dict[str, dict[str, Any]]:
     return {symbol["name"]: symbol for symbol in found["symbols"]}
 
 
+@pytest.mark.large  # needs Node.js, 200 MB of it; tests/checks/test_static.py has mypy
 @pytest.mark.timeout(600)
 def test_the_types_of_all_public_names_are_complete(tmp_path: Path) -> None:
     symbols = completeness(tmp_path)

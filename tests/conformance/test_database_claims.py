@@ -264,6 +264,43 @@ def test_polling_renews_leases(
     first.acknowledge([taken])
 
 
+def test_a_renewal_waits_for_no_transaction_that_settles(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
+) -> None:
+    """FINDINGS 2.11: both lock rows, each in an order of its own."""
+    if not connections[alias].features.has_select_for_update_skip_locked:
+        pytest.skip("one transaction writes at a time")
+    consumer = subscribe(lease=timedelta(seconds=90))
+    publish(transport, "a1", "b1")
+    settled, kept = consumer.poll(10, 1)
+    # Given a transaction that has settled one and goes on
+    has_settled, may_end = threading.Event(), threading.Event()
+
+    def settle() -> None:
+        with transaction.atomic(using=alias):
+            consumer.acknowledge_in_transaction([settled])
+            has_settled.set()
+            has_ended_in_time.append(may_end.wait(PATIENCE))
+        connections[alias].close()
+
+    has_ended_in_time: list[bool] = []
+    thread = threading.Thread(target=settle)
+    thread.start()
+    try:
+        assert has_settled.wait(PATIENCE)
+        # When the leases are to be renewed
+        clock.advance(80)
+        assert consumer.poll(0, 0) == []
+        # Then that of the other one is
+        (row,) = TransportMessage.objects.using(alias).filter(value=kept.value)
+        assert row.lease_expires_at > clock.now() + timedelta(seconds=80)
+    finally:
+        may_end.set()
+        thread.join(PATIENCE)
+    assert has_ended_in_time == [True]
+    assert not TransportMessage.objects.using(alias).filter(value=settled.value).exists()
+
+
 def test_a_frozen_owner_loses_its_rows_and_its_late_acknowledgement(
     transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
 ) -> None:

@@ -152,6 +152,7 @@ def slow_down(world: World, monkeypatch: pytest.MonkeyPatch, what: str, seconds:
 
 @pytest.mark.large(  # of each kind of delay the default tier has one case, and one of two handlers
     "permits-0.1-0.8",
+    "permits-0.3-0.4-atomic",
     "permits-1.0-0.1",
     "starts-0.1-0.9-atomic",
     "settling-0.1-0.9-outside",

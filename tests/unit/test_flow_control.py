@@ -125,6 +125,7 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
         assert working.slow_begun() == 1
 
 
+@pytest.mark.large("unknown")
 @pytest.mark.parametrize("transport", ["database", REDIS_STREAMS], indirect=True)
 @pytest.mark.parametrize("kind", ["known", "unknown"])
 def test_a_worker_with_long_jobs_leaves_the_others_to_those_with_free_lanes(

@@ -322,6 +322,7 @@ def test_a_probe_says_why_nothing_answers():
     transport.close()
 
 
+@pytest.mark.large  # an outage of the broker is in tests/acceptance/test_pauses.py
 def test_a_killed_broker_that_comes_back_loses_nothing():
     require(kafka=True)
     with KafkaServer() as server:

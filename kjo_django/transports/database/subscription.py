@@ -179,8 +179,7 @@ class DatabaseSubscription(LeasedSubscription):
             self._write_settled()
             if (now := self._clock.monotonic()) >= self._renew_at:
                 if self._held:
-                    expires_at = self._clock.now() + self._lease
-                    self._held_rows().update(lease_expires_at=expires_at)
+                    self._renew()
                 self._renew_at = now + self._lease.total_seconds() / 3
             claimed = self._claim(max_records, max_bytes)
         except OUTAGES as error:
@@ -191,6 +190,18 @@ class DatabaseSubscription(LeasedSubscription):
             return []
         self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
         return self._new(claimed)
+
+    def _renew(self) -> None:
+        """Renew the leases. A row that somebody has locked is left out: a transaction that settles
+        it may last, and has others locked that this one would wait for."""
+        rows, expires_at = self._held_rows(), self._clock.now() + self._lease
+        if not connections[self._alias].features.has_select_for_update_skip_locked:
+            rows.update(lease_expires_at=expires_at)
+            return
+        with store_for(self._alias).transaction(waits_for_disk=False):
+            free = rows.order_by("id").select_for_update(skip_locked=True)
+            for chunk in _batches(self._alias, free.values_list("id", flat=True)):
+                rows.filter(id__in=chunk).update(lease_expires_at=expires_at)
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
         """Hold these records, and return them without those that are held already: one that another
