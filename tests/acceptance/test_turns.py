@@ -55,7 +55,7 @@ def test_a_worker_killed_in_a_slow_one_behind_quick_ones(
     assert set(engine.jobs.filter(pk__in=done).values_list("attempts", flat=True)) == {1}
 
 
-@pytest.mark.medium("mariadb", "real")
+@pytest.mark.medium("real")
 def test_a_job_that_kills_its_process_takes_nobody_with_it(any_engine: Engine) -> None:
     engine = any_engine
     # Given a killer in a group of quick ones that may be tried no more often than it

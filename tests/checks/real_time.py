@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -70,17 +71,24 @@ def _is_about_time(source: str, measuring: Collection[str]) -> bool:
     return bool(IMPORTS_TIME.search(source)) or any(name in source for name in measuring)
 
 
+@functools.cache
+def _parsed(source: str) -> tuple[ast.Module, list[ast.AST]]:
+    """Return a module's tree, and all its nodes: each is looked at several times."""
+    tree = ast.parse(source)
+    return tree, list(ast.walk(tree))
+
+
 class _Module:
     def __init__(
         self, source: str, measuring: Collection[str] = (), is_about_time: bool = True
     ) -> None:
         self._is_about_time = is_about_time
         self._measuring = measuring
-        self._tree = ast.parse(source)
+        self._tree, self._nodes = _parsed(source)
         self._lines = source.splitlines()
         self._names = {
             each.asname or each.name: each.name
-            for node in ast.walk(self._tree)
+            for node in self._nodes
             if isinstance(node, ast.ImportFrom) and node.module == "time"
             for each in node.names
         }
@@ -89,7 +97,7 @@ class _Module:
     def findings(self) -> Iterator[Finding]:
         if self._is_about_time and not any(map(_is_long, _marks_of(self._tree))):
             yield from self._elapsed(self._tree)
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if self._sleeps(node):
                 yield Finding(node.lineno, SLEEP)  # type: ignore[attr-defined]
             elif self._has_own_deadline(node):
@@ -98,7 +106,7 @@ class _Module:
                 yield Finding(node.lineno, LOOP)
 
     def measuring(self) -> Iterator[str]:
-        for function in ast.walk(self._tree):
+        for function in self._nodes:
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 differences = [
                     node.value
