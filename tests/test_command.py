@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[1]
 PYTEST = ["-p", "xdist", "-p", "randomly", "-n", "1"]
 
-pytestmark = pytest.mark.medium  # most start pytest, twice or more
+pytestmark = pytest.mark.large  # most start pytest, twice or more, and are about the tests alone
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -155,6 +155,7 @@ def test_case(name):
     assert report["seed"] > 0
 
 
+@pytest.mark.medium
 def test_what_fails_again_fails_the_run(suite: Suite, tmp_path: Path) -> None:
     suite.write(
         BESIDE_OTHERS
@@ -250,6 +251,7 @@ def outcomes_of(failed: int) -> Outcomes:
     return Outcomes(passed=["steady"], failed={f"test {n}": "E  why" for n in range(failed)})
 
 
+@pytest.mark.medium
 def test_five_unsteady_tests_pass_and_six_do_not() -> None:
     for failed, code in ((MOST_UNSTEADY, 0), (MOST_UNSTEADY + 1, 1)):
         verdict = Verdict(outcomes_of(failed))
@@ -259,6 +261,7 @@ def test_five_unsteady_tests_pass_and_six_do_not() -> None:
         assert ("the run has failed" in verdict.summary(1)) is bool(code)
 
 
+@pytest.mark.medium
 def test_one_that_fails_again_outweighs_those_that_pass() -> None:
     verdict = Verdict(outcomes_of(3))
     verdict.note(1, Outcomes(passed=["test 0", "test 1"], failed={"test 1": "its end fails"}))
@@ -270,6 +273,7 @@ def test_one_that_fails_again_outweighs_those_that_pass() -> None:
     assert "= 1 failed, 3 passed, 2 unsteady in 3671.00s (1:01:11) =" in verdict.summary(3671)
 
 
+@pytest.mark.medium
 def test_tests_that_share_an_id_are_counted_each_and_one_that_fails_fails_the_id() -> None:
     verdict = Verdict(Outcomes(passed=["one", "one", "other"], failed={"other": "E  why"}))
     assert "= 1 failed, 2 passed in 1.00s" in verdict.summary(1)
@@ -430,6 +434,7 @@ def test_a_marker_of_a_tier_for_a_case_that_there_is_not_is_refused(suite: Suite
     assert "test_of_a_case has no case c; there are [a], [b]" in process.stderr, process.stderr
 
 
+@pytest.mark.medium
 def test_slow_tests_are_spread_among_the_others_and_none_is_left_for_the_end() -> None:
     names = [f"unit/{number}" for number in range(10)] + [f"mixed/{letter}" for letter in "abcd"]
     items: list[Any] = [Item(f"tests/{name}::test_it") for name in names]
@@ -461,6 +466,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(
     assert told in " ".join(output.split())
 
 
+@pytest.mark.medium
 def test_slow_tests_are_named_at_the_end_unless_everything_was_asked_for() -> None:
     reports = {"passed": [Report("quick", 5.0), Report("slow", 5.1)], "failed": [Report("bad", 9)]}
     for tier, told in (("medium", ["   9.0 s  bad", "   5.1 s  slow"]), ("large", [])):

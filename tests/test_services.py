@@ -26,7 +26,7 @@ from tests.services import (
 from tests.services.ports import free_port, is_open
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.medium  # starts servers
+pytestmark = pytest.mark.large  # starts servers, and is about the tests alone
 
 ROOT = Path(__file__).parents[1]
 VARIABLES = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
@@ -148,7 +148,6 @@ def test_a_command_that_does_not_exist_ends_as_in_a_shell() -> None:
     assert run("--redis", "--", "no-such-command").returncode == 127
 
 
-@pytest.mark.large  # tests/test_command.py interrupts the test command itself
 def test_an_interrupt_reaches_the_command_and_the_servers_stop_after_it(
     temporary: Path,
 ) -> None:
@@ -185,6 +184,7 @@ def test_no_server_survives_the_kill_of_its_parent(temporary: Path) -> None:
         wait_until(lambda: not list(temporary.iterdir()))
 
 
+@pytest.mark.medium
 def test_a_given_server_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer() as given:
         monkeypatch.setenv("REDIS_URL", given.url)

@@ -24,7 +24,7 @@ from tests.benchmarks.profile import AROUND, REST, STAGES, by_stage
 from tests.benchmarks.rounds import Measured, medians, rounded, spread_percent
 from tests.benchmarks.workloads import WORKLOADS
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.large  # about the benchmarks alone
 
 
 def rate(value: float, **more: float) -> dict[str, float]:

@@ -101,6 +101,7 @@ def test_each_innocent_job_of_a_group_that_a_handler_commits_runs_once(bench, en
     assert sorted(bench.results, key=str) == [*[Ending.COMPLETED] * len(innocent), Ending.DEAD]
 
 
+@pytest.mark.large  # the same without savepoints
 @every_way(COMMITS, "end")
 def test_so_does_each_of_a_group_without_savepoints(bench, end):
     # Given
