@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,6 @@ from kjo_django.exceptions import PublishError
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp_of
 from kjo_django.transports.kafka import KafkaTransport, publisher, reading, subscription
-from kjo_django.transports.kafka.clients import close_behind
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 from tests.waiting import PATIENCE
 
@@ -821,22 +821,59 @@ def no_answer(*_, **__):
     raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
 
-def test_a_consumer_that_forgot_its_brokers_is_replaced(transport, topic, subscribe, monkeypatch):
+def test_a_consumer_that_forgot_its_brokers_is_replaced(
+    transport, mock, topic, group, monkeypatch
+):
     """librdkafka#5301: a broker that starts names no brokers, and the client never connects again.
     It reports no error for that."""
     # Given
     for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER"):
         monkeypatch.setattr(subscription, name, 0.1)
-    publish(transport, topic, *numbers(0, 3))
     # When a client never gets partitions, nor an answer, while the cluster is there
-    open_one = subscribe(transport)
-    closed = threading.Event()
-    spy = Spy(open_one, poll=lambda _: None, list_topics=no_answer, close=closed.wait)
-    # Then another one reads, whether or not the first one can be closed
-    assert values(read(open_one, 3)) == numbers(0, 3)
+    missing = f"{topic}-later"
+    open_one = transport.subscribe([missing], group)
+    with contextlib.closing(open_one):
+        closed = threading.Event()
+        spy = Spy(open_one, list_topics=no_answer, close=closed.wait)
+        eventually(lambda: open_one.poll(1, 0.05) or open_one._consumer is not spy, 20, "it left")
+        # Then another one reads, whether or not the first one can be closed
+        mock.create_topic(missing, 1)
+        publish(transport, missing, *numbers(0, 3))
+        assert values(read(open_one, 3)) == numbers(0, 3)
     closed.set()
-    # It may wait in librdkafka for ever, which no timeout interrupts.
-    close_behind(spy.client)
+    spy.client.close()
+
+
+LEAVES_WITH_A_PARTITION = """
+import os
+import sys
+
+from kjo_django.transports.kafka import KafkaTransport, subscription
+from tests.mock_kafka import MockKafka
+from tests.unit.test_kafka_transport import QUICK, Spy, join
+
+subscription.LEAVE_TIMEOUT = 0.2
+mock = MockKafka()
+mock.create_topic("orders", 1)
+transport = KafkaTransport("test", {"bootstrap.servers": mock.bootstrap_servers, **QUICK})
+member = transport.subscribe(["orders"], "group")
+join(member)
+Spy(member, poll=lambda _: None)
+if sys.argv[1] == "silent":
+    member._committer.is_silent = True
+member.close()
+os._exit(0)  # librdkafka's own end of a mock cluster would wait for the client that is left
+"""
+
+
+@pytest.mark.parametrize("broker", ["answers", "silent"])
+def test_a_client_that_keeps_its_partitions_is_not_closed(broker):
+    """librdkafka#4884: to close it locks the interpreter for ever, so a process of its own does."""
+    command = [sys.executable, "-c", LEAVES_WITH_A_PARTITION, broker]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "the client did not give its partitions back in time" in ended.stderr
 
 
 def test_a_consumer_is_kept_while_the_cluster_answers_nobody(

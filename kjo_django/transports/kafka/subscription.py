@@ -531,19 +531,19 @@ class KafkaSubscription(Watermark, Subscription):
 
         ``close`` alone ends the membership first and then serves a revocation that was already
         waiting: its commit is refused, and the client can end up waiting for itself, with the
-        interpreter locked (librdkafka#4884). So what waits is served while we are a member.
+        interpreter locked (librdkafka#4884): no thread of the process goes on. So what waits is
+        served while we are a member, and a client that still has partitions then is not closed.
         """
         self.flush()
         try:
             consumer.pause([KafkaPartition(*each) for each in self.assignment()])
             consumer.poll(0)
             consumer.unsubscribe()
-            deadline = time.monotonic() + LEAVE_TIMEOUT
-            while consumer.poll(0) is not None or self._reading.readers:
-                if time.monotonic() > deadline:
-                    break
-                consumer.poll(LEAVE_SLICE)
-            if self._committer.is_silent:
+            if not self._has_given_back(consumer):
+                keep_for_ever(consumer)
+                text = "Consumer group %s: the client did not give its partitions back in time"
+                logger.warning(text, self._group)
+            elif self._committer.is_silent:
                 close_behind(consumer)
             else:
                 consumer.close()
@@ -551,6 +551,16 @@ class KafkaSubscription(Watermark, Subscription):
             logger.warning(
                 "Consumer group %s: closing the client failed: %s", self._group, describe(error)
             )
+
+    def _has_given_back(self, consumer: Consumer) -> bool:
+        """Serve revocations until the client has no partition. We may know of none: a client that
+        is replaced has lost them for us and not for itself."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT
+        while consumer.poll(0) is not None or consumer.assignment():
+            if time.monotonic() > deadline:
+                return False
+            consumer.poll(LEAVE_SLICE)
+        return True
 
     def forget_the_parents(self) -> None:
         """In the child of a fork: be closed, since the membership is the parent's."""
