@@ -110,6 +110,8 @@ def run(chosen: argparse.Namespace, others: list[str], directory: Path) -> int:
     """Run pytest and repeat what failed; return the exit code of the whole."""
     began = time.monotonic()
     options = [f"--tier={chosen.tier}", *others]
+    if NAMES[chosen.tier] is not Tier.LARGE:  # where a test may take longer than that
+        options = ["--override-ini=faulthandler_exit_on_timeout=true", *options]
     first = Outcomes()
     parallel = [f"--numprocesses={WORKERS}", f"--maxschedchunk={CHUNK}"]
     code = int(pytest.main([*parallel, *options], plugins=[first]))

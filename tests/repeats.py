@@ -119,7 +119,7 @@ def repeat(verdict: Verdict, options: list[str], directory: Path) -> None:
         # A file of results that was asked for is the first round's.
         arguments = [str(file), str(ids), *options, "-n0", "--junit-xml="]
         code = run([sys.executable, "-m", "tests.outcomes", *arguments])
-        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not file.exists():
             print(f"repeat {number} broke off, with exit code {code}")
         if file.exists():
             verdict.note(number, Outcomes.read(file))

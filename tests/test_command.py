@@ -221,6 +221,19 @@ def test_one_that_kills_its_process_fails_the_run(suite: Suite) -> None:
     assert "repeat 2 broke off, with exit code 3" in output
 
 
+def test_one_that_locks_the_interpreter_is_ended_and_the_others_run(suite: Suite) -> None:
+    """No timeout interrupts it, and no other thread of its process goes on."""
+    suite.write(
+        "import ctypes, os\n"
+        "def test_locked(): 'PYTEST_XDIST_WORKER' in os.environ and ctypes.PyDLL(None).sleep(600)\n"
+        "def test_steady(): pass"
+    )
+    code, output = suite.run("--randomly-dont-reorganize", "--override-ini=faulthandler_timeout=2")
+    assert code == 0, output
+    assert "Timeout (0:00:02)!" in output
+    assert "2 passed, 1 unsteady" in last_line(output)
+
+
 def test_a_strict_run_repeats_nothing(suite: Suite) -> None:
     suite.write(BESIDE_OTHERS + "def test_disturbed(): assert not beside_others")
     code, output = suite.run("--strict")
