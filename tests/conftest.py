@@ -1,5 +1,6 @@
 """Fixtures of every test."""
 
+import gc
 import logging
 import uuid
 from collections.abc import Callable, Generator, Iterator
@@ -26,10 +27,16 @@ pytest_plugins = [
 ]
 
 
+def pytest_collection() -> None:
+    """Do not look for garbage while everything is imported: it all stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from visiting what all tests have loaded: a collection, which each
     worker in a thread asks for at its start, takes a second of it and holds up every thread."""
     garbage_collection.set_apart()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

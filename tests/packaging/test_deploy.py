@@ -34,7 +34,7 @@ UNITS = sorted((DEPLOY / "systemd").iterdir())
 def schema_of(module: str) -> Any:
     """Import what knows a schema; where tests may leave something out, without it."""
     if importlib.util.find_spec(module) is None and not os.environ.get("CI"):
-        pytest.skip(f"{module} is not installed: pip install --group dev")
+        pytest.skip(f"{module} is not installed: pip install --group dev --group release")
     return importlib.import_module(module)
 
 
@@ -70,6 +70,7 @@ def test_compose_names_only_what_it_declares() -> None:
             assert context == ROOT and (context / build["dockerfile"]).is_file()
 
 
+@pytest.mark.large  # the schemas of every version of Kubernetes take 110 MB
 @pytest.mark.parametrize("manifest", MANIFESTS)
 def test_manifests_are_what_their_schemas_say(manifest: dict[str, Any]) -> None:
     if manifest["kind"] == "ScaledObject":  # KEDA's own, of which no package has the schema

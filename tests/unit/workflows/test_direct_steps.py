@@ -57,8 +57,11 @@ class Stepped:
         self.poll()
 
     def poll(self) -> None:
-        for poller in self.worker.pollers:
-            poller.step()
+        """Read what is there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kjo_django.engine.poller.POLL_TIMEOUT", 0.0)
+            for poller in self.worker.pollers:
+                poller.step()
 
     def relay(self) -> int:
         """Publish what is due; return how much that was."""
