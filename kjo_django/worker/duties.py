@@ -141,28 +141,39 @@ class ClockCheck(PeriodicDuty):
     """Lets a process go by its database's clock where its host's is wrong, and tells so."""
 
     ahead = 0.0
-    """Seconds by which the host's clock is ahead of the database's."""
+    """Seconds by which the host's clock was ahead of the database's when it was compared last."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime, runtime.settings.heartbeat_interval.total_seconds())
+        self._told: float | None = 0.0
 
     def work(self) -> None:
         """Compare the clocks, and log when the host's turns out to be wrong, or right again."""
         ahead = self._clock.ahead_of(self._runtime.store.server_time)
-        if ahead is None:
+        if ahead is not None:
+            self.ahead = ahead
+            self._clock.follow(ahead)
+        self._tell(ahead)
+
+    def _tell(self, ahead: float | None) -> None:
+        """Log what differs from what was logged last, which a clock that drifts does slowly."""
+        told, database = self._told, self._runtime.database
+        if ahead is None and told is not None:
+            text = "Database %r takes over %.0f s to tell its time: this host's is not compared"
+            logger.warning(text, database, TOLERANCE)
+        elif ahead is None or (told is not None and abs(ahead - told) <= TOLERANCE):
             return
-        self._clock.follow(ahead)
-        has_changed, self.ahead = abs(ahead - self.ahead) > TOLERANCE, ahead
-        if has_changed and abs(ahead) > TOLERANCE:
+        elif abs(ahead) > TOLERANCE:
             logger.warning(
                 "The clock of this host is %.1f s %s that of database %r. This process goes by the "
                 "database's; what handlers and other programs read here is wrong.",
                 abs(ahead),
                 "ahead of" if ahead > 0 else "behind",
-                self._runtime.database,
+                database,
             )
-        elif has_changed:
-            logger.info("The clock of this host is right again")
+        else:
+            logger.info("The clock of this host agrees with that of database %r again", database)
+        self._told = ahead
 
 
 class LeasedDuty(PeriodicDuty):

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from io import StringIO
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from django.core.management import call_command
 from django.utils import timezone
 
 from kjo_django.clock import CLOCK, Clock
+from kjo_django.conf import get_settings
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.monitoring.health import health
+from kjo_django.runtime import Runtime
+from kjo_django.worker.duties import ClockCheck
 from kjo_django.worker.process import Worker
 from tests.clocks import set_now
 from tests.databases import MARIADB
@@ -148,9 +152,46 @@ def test_a_worker_goes_by_its_databases_clock_and_says_so(
     heartbeat._write()
     # Then it goes by that
     assert (CLOCK.now is Clock.now, clocks().ok) == (True, True)
-    assert said(caplog)[1:] == ["right again"]
+    assert said(caplog)[1:] == ["agrees"]
     heartbeat._write()
     assert len(said(caplog)) == 2
+
+
+def measure(check: ClockCheck, ahead: float, took: float = 0.0) -> None:
+    """Let a check ask a database that its host's clock is ahead of."""
+    now, seconds = timezone.now(), iter([0.0, took])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check._clock, "monotonic", lambda: next(seconds, took))
+        set_now(patch, lambda: now)
+        tell = SimpleNamespace(server_time=lambda: now - timedelta(seconds=ahead - took / 2))
+        patch.setattr(check._runtime, "store", tell)
+        check.work()
+
+
+@pytest.fixture
+def check() -> ClockCheck:
+    runtime = SimpleNamespace(clock=Clock(), settings=get_settings(), database="main", store=None)
+    return ClockCheck(cast(Runtime, runtime))
+
+
+def test_a_clock_that_drifts_is_told_at_every_second(
+    check: ClockCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kjo_django")
+    for tenths in [*range(25), *reversed(range(25))]:
+        measure(check, tenths / 10)
+        assert check.ahead == pytest.approx(tenths / 10)
+    assert said(caplog) == ["ahead of", "ahead of", "ahead of", "agrees"]
+
+
+def test_a_database_that_tells_its_time_too_slowly_is_named_once(
+    check: ClockCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kjo_django")
+    for ahead, took in [(HOUR, 0.0), (0.0, 2.0), (0.0, 2.0), (0.0, 0.0), (0.0, 0.0)]:
+        measure(check, ahead, took)
+    told = ["ahead of", "not compared", "agrees"]
+    assert [word for line, word in zip(caplog.messages, told, strict=True) if word in line] == told
 
 
 @pytest.mark.postgres
@@ -165,5 +206,5 @@ def test_the_relay_and_the_ticker_go_by_it_too(command: str, settings: Any) -> N
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [line for line in caplog.messages if "clock of this host" in line]
-    words = ("ahead of", "behind", "right again")
+    words = ("ahead of", "behind", "agrees")
     return [next(word for word in words if word in line) for line in lines]

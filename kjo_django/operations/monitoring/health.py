@@ -461,8 +461,9 @@ PROBES = (
     _Probe(
         CLOCKS,
         _clocks,
-        "Let NTP keep the clocks of these hosts. Workers go by the database's meanwhile; handlers "
-        "and requests do not, and what these delay is due too early or too late.",
+        "Let NTP keep the clocks of these hosts. Workers go by the database's meanwhile; what web "
+        "processes delay is due too early or too late, as is a run_at that a handler takes from "
+        "its host.",
         _STORED,
     ),
     _Probe(HANDLERS, _handlers, "", _STORED),
