@@ -153,9 +153,9 @@ class ClockCheck(PeriodicDuty):
         if ahead is not None:
             self.ahead = ahead
             self._clock.follow(ahead)
-        self._tell(ahead)
+        self._log(ahead)
 
-    def _tell(self, ahead: float | None) -> None:
+    def _log(self, ahead: float | None) -> None:
         """Log what differs from what was logged last, which a clock that drifts does slowly."""
         told, database = self._told, self._runtime.database
         if ahead is None and told is not None:

@@ -821,9 +821,7 @@ def no_answer(*_, **__):
     raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
 
-def test_a_consumer_that_forgot_its_brokers_is_replaced(
-    transport, mock, topic, group, monkeypatch
-):
+def test_a_consumer_that_forgot_its_brokers_is_replaced(transport, mock, topic, group, monkeypatch):
     """librdkafka#5301: a broker that starts names no brokers, and the client never connects again.
     It reports no error for that."""
     # Given
