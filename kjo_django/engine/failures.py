@@ -25,7 +25,7 @@ from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending
 from kjo_django.engine.handler.call import call_watched
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.engine.handler.context import facts_of
-from kjo_django.engine.recorder import publication
+from kjo_django.engine.recorder import end_lost, publication
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import only_in_rows, row_key
 from kjo_django.exceptions import (
@@ -284,12 +284,15 @@ def record_lost_attempts(runtime: Runtime, orphans: Sequence[Delivery]) -> None:
 
 def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) -> None:
     """Write retries, deaths and cancellations in the caller's transaction: the failure, the job,
-    the dead letter, and on a transactional transport the retry's message."""
+    the dead letter, and on a transactional transport the retry's message.
+
+    What its row does not wait for any more is skipped, or deferred: see ``recorder.end_lost``.
+    """
     using = runtime.database
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
     now = CLOCK.now()
-    failures, letters = [], []
+    failures, letters, changed = [], [], []
     steps: list[tuple[Attempt, tuple[UUID, UUID, str]]] = []
     for attempt in attempts:
         if attempt.is_in_doubt and _was_recorded(using, attempt):
@@ -299,6 +302,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if not is_current:
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
+            changed.append(attempt)
             continue
         if attempt.ending is not Ending.RETRIED and attempt.row and attempt.row.stage_id:
             ending = states.RESULT_OF[_ACTIONS[attempt.ending]]
@@ -317,6 +321,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
+    end_lost(runtime.store, changed)
     JobFailure.objects.using(using).bulk_create(failures)
     if letters:
         runtime.store.insert_missing(letters)

@@ -901,6 +901,10 @@ class Pipeline:
     def _put_off(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Run those alone that have failed in a transaction with others, and defer the rest; return
         the deferred."""
+        for attempt in attempts:
+            if attempt.reason is Reason.LEASE_LOST:
+                attempt.delivery.attempt = None  # it is judged anew
+                _log_without_effect("Deferred", attempt)
         alone = [a.delivery for a in attempts if a.reason is Reason.ALONE]
         others = [a.delivery for a in attempts if a.reason is not Reason.ALONE]
         for delivery in alone:
@@ -972,10 +976,13 @@ class Pipeline:
                         count_delivery=following is Next.REFUSED,
                     )
         recorded = [attempt for attempt in attempts if attempt.is_recorded]
-        refused = [attempt for attempt in attempts if not attempt.is_recorded]
+        lost = [attempt for attempt in attempts if attempt.ending is Ending.DEFERRED]
+        refused = [a for a in attempts if not a.is_recorded and a not in lost]
         for attempt in refused:
             attempt.delivery.attempt = attempt
         deferred = self._defer([a.delivery for a in refused]) if refused else []
+        if lost:
+            deferred += self._put_off(lost)
         return deferred + (self._finish(recorded) if recorded else [])
 
     def _write_failures(self, attempts: Sequence[Attempt]) -> None:
@@ -990,7 +997,8 @@ class Pipeline:
             recorder.complete_open_rows(runtime.database, duplicates)
             failed = [attempt for attempt in writable if attempt.ending in FAILURES]
             failures.record_failures(runtime, failed, self._worker)
-            recorder.acknowledge_within(writable)
+            recorded[:] = [a for a in writable if a.ending is not Ending.DEFERRED]
+            recorder.acknowledge_within(recorded)
 
     # --- Acknowledge, announce, release -----------------------------------------------------------
 
@@ -1058,7 +1066,7 @@ class Pipeline:
                 call = partial(handler.on_settled, attempt)
                 call_watched(call, f"A hook failed: {handler.name}", facts)
             if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
-                _log_skipped(attempt)
+                _log_without_effect("Skipped", attempt)
             elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
                 failures.log_failure(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between
@@ -1122,13 +1130,16 @@ _WHY_SKIPPED: dict[str, str] = {
 """Where the reason of an ending is no text for people, as a job's state is."""
 
 
-def _log_skipped(attempt: Attempt) -> None:
+def _log_without_effect(what: str, attempt: Attempt) -> None:
     """Leave a line in the log for a message that was acknowledged without a run, or for a result
-    that came too late."""
+    that came too late.
+
+    :param what: has become of it.
+    """
     is_late = attempt.reason is Reason.LEASE_LOST
     delivery, why = attempt.delivery, str(attempt.reason)
     which = delivery.message.id if delivery.message else delivery.record.position
-    line = f"Skipped {which}: {_WHY_SKIPPED.get(attempt.reason, why)}"
+    line = f"{what} {which}: {_WHY_SKIPPED.get(attempt.reason, why)}"
     # What such a handler did outside the database has been done twice.
     level = logging.WARNING if is_late else logging.INFO
     logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))

@@ -31,6 +31,7 @@ from kjo_django.logs import get_logger
 from kjo_django.models import Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
+from kjo_django.store.base import Store
 from kjo_django.store.rows import Completing, Completion, JobRow, Place
 from kjo_django.transports.base import NOWHERE, Record, Subscription
 from kjo_django.workflows.countdown import Receiver, count_ended
@@ -57,8 +58,8 @@ def record_completions(
     runtime: Runtime, completed: Sequence[Attempt], token: str, receiver: Receiver | None = None
 ) -> None:
     """Commit completions outside a transaction with their markers; those that have lost their row's
-    lease are none any more. Of completions that a handler of their group has committed, only the
-    rows are missing.
+    lease are none any more, see ``end_lost``. Of completions that a handler of their group has
+    committed, only the rows are missing.
 
     :param token: of the row leases.
     :param receiver: as ``count_ended`` takes it.
@@ -89,8 +90,9 @@ def record_completions(
             has_ended = attempt.key not in fresh and is_awaited(attempt)
             attempt.ending = Ending.DUPLICATE if has_ended else Ending.SKIPPED
             attempt.reason = Reason.LEASE_LOST
+        end_lost(store, lost)
         store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
-        acknowledge_within(completed)
+        acknowledge_within([a for a in completed if a.ending is not Ending.DEFERRED])
         recorded += [a for a in completed if a.ending is Ending.COMPLETED]
 
 
@@ -99,6 +101,21 @@ def _is_judged_by_row(attempt: Attempt) -> bool:
     though its marker is there already."""
     handler = attempt.delivery.handler
     return (handler is not None and handler.judges_itself) or is_awaited(attempt)
+
+
+def end_lost(store: Store, lost: Sequence[Attempt]) -> None:
+    """Defer those attempts whose rows were another's when they were to be recorded, and still wait
+    for them; the others keep their endings.
+
+    Whoever has such a row may be gone before it ends, and the message at hand may be the only one
+    that is left of it. Coming up again it is judged anew.
+    """
+    ids = [attempt.row.id_text for attempt in lost if attempt.row is not None]
+    rows = store.job_rows(ids, lock=False) if ids else {}
+    for attempt in lost:
+        row = None if attempt.row is None else rows.get(attempt.row.id_text)
+        if row is not None and not why_skip(attempt.delivery, row):
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LEASE_LOST
 
 
 def _record_committed(

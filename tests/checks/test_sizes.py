@@ -17,7 +17,7 @@ import kjo_django
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 260
 MOST_CLASSES = 512
-MOST_CORE_LINES = 25_945
+MOST_CORE_LINES = 25_958
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

@@ -456,7 +456,7 @@ DATABASE_ERRORS = [import_path(kind) for kind in (OperationalError, InterfaceErr
 """What a handler meets whose session is ended or whose statement is refused."""
 IN_HANDLER = str(Path("tests", "mixed", "handlers.py"))
 """In the traceback of what a handler itself met, not the worker before or after it."""
-OUTLIVED = re.compile(r"Skipped ([0-9a-f-]{36})(?::\d+)?: its run outlived its lease")
+OUTLIVED = re.compile(r"(?:Skipped|Deferred) ([0-9a-f-]{36})(?::\d+)?: its run outlived its lease")
 """What a worker says of a job that another one has run again meanwhile."""
 
 

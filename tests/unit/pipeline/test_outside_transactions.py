@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from django.db import connection
+from asgiref.sync import sync_to_async
+from django.db import OperationalError, connection
 from django.utils import timezone
 
 from kjo_django.coordination.base import alive_name
-from kjo_django.engine import admission
+from kjo_django.engine import admission, recorder
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler import running
-from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from kjo_django.models import Job, JobFailure, ProcessedEvent, TransportMessage, transition
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
@@ -113,29 +115,101 @@ def test_of_two_workers_one_runs_a_plain_job(bench, another, monkeypatch, has_co
     assert the_job().state == "completed"
 
 
+def outlives_its_lease(ending: str, is_async: bool, during: Callable[[], None]) -> None:
+    """Enqueue a job whose first run is frozen past its leases, `during` which things happen, and
+    which then completes, fails for a retry or dies."""
+    began: list[bool] = []
+
+    def outlive():
+        if began:
+            return
+        began.append(True)
+        during()
+        if ending != "completes":
+            raise RuntimeError("late")
+
+    async def outlive_later():
+        await asyncio.sleep(0)
+        await sync_to_async(outlive)()
+
+    attempts = 1 if ending == "dies" else 2
+    run = outlive_later if is_async else outlive
+    as_job(run, name="bench.late", atomic=False, max_attempts=attempts).enqueue()
+
+
+def has_died_with_its_row() -> None:
+    """Another worker has taken the job over, and was killed."""
+    # Its message's lease ends as well: this worker may have it again.
+    TransportMessage.objects.update(lease_expires_at=timezone.now())
+    Job.objects.update(lease_token="another", lease_expires_at=timezone.now() + timedelta(1))
+
+
 @both
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_late_finisher_is_refused(bench, is_async):
-    """It was frozen past its lease, and another worker has the job now."""
-
+@pytest.mark.parametrize("ending", ["completes", "fails", "dies"])
+def test_a_late_end_counts_for_nothing_and_leaves_the_message_for_who_runs_the_job(
+    bench, transport, caplog, ending, is_async
+):
+    """Nobody but a worker that has died had the job: its message was the only one left."""
     # Given
-    def lose_the_lease():
-        Job.objects.update(lease_token="another", lease_expires_at=timezone.now() + timedelta(1))
-
-    async def lose_it_later():
-        await asyncio.sleep(0)
-        from asgiref.sync import sync_to_async
-
-        await sync_to_async(lose_the_lease)()
-
-    as_job(lose_it_later if is_async else lose_the_lease, atomic=False).enqueue()
+    outlives_its_lease(ending, is_async, has_died_with_its_row)
     # When
-    bench.run()
+    (left,) = bench.run()
     # Then
-    assert bench.results == [Ending.SKIPPED]
+    assert bench.results == []
     assert (the_job().state, the_job().lease_token) != ("completed", "")
     assert the_job().lease_token == "another"
     assert not ProcessedEvent.objects.exists()
+    assert not JobFailure.objects.exists()
+    assert bench.lag() == 1
+    assert any(r.levelname == "WARNING" and "Deferred" in r.message for r in caplog.records)
+    # And it is run as soon as the other's lease ends
+    Job.objects.update(lease_expires_at=timezone.now())
+    assert bench.run([left]) == []
+    assert the_job().state == "completed"
+    assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("ending", ["completes", "fails", "dies"])
+def test_a_late_end_acknowledges_the_message_of_a_job_that_has_ended_meanwhile(
+    bench, transport, ending
+):
+    # Given
+    outlives_its_lease(ending, False, lambda: transition("cancel", Job.objects.all()))
+    # When
+    assert bench.run() == []
+    # Then
+    assert bench.results == [Ending.SKIPPED]
+    assert the_job().state == "cancelled"
+    assert settled(bench)
+
+
+@pytest.mark.parametrize("ending", ["completes", "fails"])
+def test_a_late_end_whose_recording_is_repeated_is_judged_anew_each_time(
+    bench, transport, monkeypatch, ending
+):
+    """It was not settled, and would have been put off for as long as its worker lived."""
+    # Given a late end whose first COMMIT fails
+    outlives_its_lease(ending, False, has_died_with_its_row)
+    failing = [OperationalError("the connection was lost")]
+    acknowledge = recorder.acknowledge_within
+
+    def interrupted(attempts):
+        acknowledge(attempts)
+        if failing:
+            raise failing.pop()
+
+    monkeypatch.setattr(recorder, "acknowledge_within", interrupted)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    (left,) = bench.run()
+    assert not failing
+    # When the other's lease ends
+    Job.objects.update(lease_expires_at=timezone.now())
+    # Then
+    assert bench.run([left]) == []
+    assert the_job().state == "completed"
+    assert settled(bench)
 
 
 @both
