@@ -26,7 +26,7 @@ from tests.faults.world import World
 from tests.ledger.models import Entry
 
 GUILTY = "f3"
-HANDED_ON = (Fault.DIES_AFTER, Fault.TAKES_40_S)
+HANDED_ON = (Fault.DIES_AFTER, Fault.TAKES_40_S, Fault.RIVAL_DIES)
 """Faults after which another worker takes over what this one has not recorded."""
 
 

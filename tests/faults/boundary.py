@@ -47,8 +47,14 @@ class Fault(enum.Enum):
     DIES_AFTER = "dies-after"
     TAKES_40_S = "takes-40-s"
     """And meanwhile another worker takes its turn; this one gives no sign of life."""
+    RIVAL_DIES = "rival-dies"
+    """As before, and the other worker dies in its turn."""
     OVERLAPS = "overlaps"
     """It takes no time to speak of, and yet another worker takes its turn meanwhile."""
+
+
+TAKES = {Fault.TAKES_40_S: 40.0, Fault.RIVAL_DIES: 40.0, Fault.OVERLAPS: 0.0}
+"""Seconds that the struck call takes."""
 
 
 class Boundary:
@@ -134,8 +140,8 @@ class Boundary:
         self.struck = name
         if self.fault is Fault.RAISES_BEFORE and fail is not None:
             return fail(True)
-        if self.fault in (Fault.TAKES_40_S, Fault.OVERLAPS):
-            self._elapse(40.0 if self.fault is Fault.TAKES_40_S else 0.0)
+        if self.fault in TAKES:
+            self._elapse(TAKES[self.fault])
         answer = effect()
         if self.fault is Fault.RAISES_AFTER and fail is not None:
             return fail(False)

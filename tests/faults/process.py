@@ -44,7 +44,7 @@ class Process:
         self.name = name
         self.boundary = boundary or Boundary()
         self.refusals: list[Exception] = []
-        self.is_stopped = False
+        self.is_stopped = self.is_buried = False
         self.is_strict = False
         """Whether nothing befalls it, so that no step of its worker may fail."""
         with self.unwatched():
@@ -199,7 +199,11 @@ class Process:
         self._end_threads()
 
     def bury(self) -> None:
-        """Let the world see that it died: sessions end, nobody gives a sign of life any more."""
+        """Let the world see that it died: sessions end, nobody gives a sign of life any more. To be
+        called by the thread it died in, once or several times."""
+        if self.is_buried:
+            return
+        self.is_buried = True
         self.boundary.die()
         self.crash()
         del connections[jobs_database()]

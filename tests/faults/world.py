@@ -57,6 +57,8 @@ WORKFLOW_ENDS = {
     WorkflowState.CANCELLED: "workflow_failed",
 }
 RIVAL_TIMEOUT = 30.0
+RIVALS_CALLS = 40
+"""Calls of a rival's turn, about: after one of them it dies where it is to."""
 OTHERS = "faults-others"
 """A topic nobody here consumes."""
 REPLAYED = DeadLetterState.REPLAYED
@@ -174,9 +176,11 @@ class World:
                     with contextlib.suppress(CommandError):  # it says what it could not do
                         call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
                 else:
-                    rival = self.process("rival")
+                    rival = self.process("rival", self._boundary_of_rival())
                     rival.boundary.on_thread = _join_the_rival
                     rival.turn()
+            except Died:
+                rival.bury()
             except BaseException as error:
                 errors.append(error)
 
@@ -187,6 +191,12 @@ class World:
         if not has_ended:
             self.disturbances.append("the rival waits for what the struck call holds")
         self.disturbances += [f"the rival failed: {error!r}" for error in errors]
+
+    def _boundary_of_rival(self) -> Boundary:
+        struck = self.first.boundary
+        if struck.fault is not Fault.RIVAL_DIES:
+            return Boundary()
+        return Boundary(Fault.DIES_AFTER, random.Random(struck.at).randrange(RIVALS_CALLS))
 
     def close(self) -> None:
         """End the rival's thread."""
