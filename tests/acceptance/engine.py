@@ -31,6 +31,7 @@ from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
+from tests.acceptance.forking import suits
 from tests.acceptance.program import Program
 from tests.ledger.models import Entry
 from tests.settings import cache as cache_settings
@@ -81,6 +82,9 @@ class Engine:
         """What every client of Kafka is given besides."""
         self.producer_options: dict[str, Any] = {}
         self.programs: list[Program] = []
+        self.forks = True
+        """Whether processes of ``manage.py`` are forked, which takes less time: they have the
+        namespaces of a server then (`tests.acceptance.forking`), not those of this thread."""
 
     # --- Settings: the same here and in the processes ---------------------------------------------
 
@@ -174,19 +178,22 @@ class Engine:
 
     # --- Processes --------------------------------------------------------------------------------
 
-    def run(self, *arguments: str, folder: Path | None = None) -> Program:
+    def run(self, *arguments: str, folder: Path | None = None, forked: bool = False) -> Program:
         """Start ``python -m …`` on this engine.
 
         :param folder: whose code it runs; by default this repository's.
+        :param forked: fork it, unless its environment is for a new interpreter.
         """
         log = self._logs / f"{len(self.programs):03}-{arguments[0].rpartition('.')[2]}.log"
-        program = Program(arguments, self.environment(), log, folder)
+        environment = self.environment()
+        forked = forked and suits(environment)
+        program = Program(arguments, environment, log, folder, forked=forked)
         self.programs.append(program)
         return program
 
     def manage(self, *arguments: str) -> Program:
         """Start ``manage.py …``."""
-        return self.run("tests.acceptance.manage", *arguments)
+        return self.run("tests.acceptance.manage", *arguments, forked=self.forks)
 
     def worker(self, *arguments: str) -> Program:
         """Start a worker of the ledger, without waiting for it."""

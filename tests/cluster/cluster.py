@@ -178,6 +178,7 @@ class Cluster:
         kafka = ",".join(broker.address for broker in self.brokers)
         engine = Engine(Servers(url, kafka, redis), self._logs, OPTIONS)
         engine.kafka_options |= KAFKA_OPTIONS
+        engine.forks = False  # each process is of the machine that its thread is on
         self.engine = self._stack.enter_context(engine)
         self.until(self._has_topics, "No topics", STARTED_WITHIN)
         self.until(self._has_sentinels, "No sentinels", STARTED_WITHIN)
