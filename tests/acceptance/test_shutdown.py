@@ -56,7 +56,9 @@ def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -
     worker = engine.ready_worker("--concurrency", "1")
     start_job(engine, worker, tmp_path / "long")
     jobs.write_attempt.enqueue_many({"job": f"waiting-{number}"} for number in range(5))
-    engine.wait_until(lambda: engine.has_in_flight(worker.pid, 6), "They never arrived")
+    # Where others could have them, a worker fetches nothing that waits behind a long job.
+    fetched = 6 if engine.servers.kafka else 1
+    engine.wait_until(lambda: engine.has_in_flight(worker.pid, fetched), "They never arrived")
     # When it is told to stop
     worker.signal(number)
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
