@@ -217,7 +217,7 @@ def test_jobs_that_are_cancelled_when_they_may_start_leave_the_rate_to_others(
 
 
 @in_memory
-@pytest.mark.large("10-m-10-100-90-24-20", "200-m-1000-1500-20-1060-20")
+@pytest.mark.large("10-m-10-100-90-24-20", "200-m-1000-1500-20-1060-20", "400-s")
 @pytest.mark.parametrize(
     ("rate", "burst", "count", "seconds", "starts", "most_releases"),
     [
