@@ -239,6 +239,18 @@ def asking(query: str) -> Callable[[], Any]:
     return execute
 
 
+OWN_STAGES = (
+    "SELECT count(*) FROM pg_class"
+    " WHERE relname = 'kjo_stage' AND relnamespace = pg_my_temp_schema()"
+)
+"""Temporary tables and views of this session: that of a session which was closed may be there for
+a while, until PostgreSQL has noticed."""
+OWN_LOCKS = (
+    "SELECT count(*) FROM pg_locks"
+    " WHERE locktype = 'advisory' AND objid = 77 AND pid = pg_backend_pid()"
+)
+
+
 CHANGES: dict[str, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]] = {
     "sqlite": {
         "pragma": (executing("PRAGMA cache_size = 77"), asking("PRAGMA cache_size")),
@@ -272,17 +284,17 @@ CHANGES: dict[str, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]] = {
         ),
         "temporary view": (
             executing("CREATE OR REPLACE TEMP VIEW kjo_stage AS SELECT 1 AS n"),
-            asking("SELECT count(*) FROM pg_views WHERE viewname = 'kjo_stage'"),
+            asking(OWN_STAGES),
         ),
         "into a temporary table": (
             executing("SELECT 1 AS n INTO TEMP kjo_stage"),
-            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+            asking(OWN_STAGES),
         ),
         "one of two temporary tables": (
             executing(
                 "CREATE TEMP TABLE kjo_stage (n int); CREATE TEMP TABLE o (n int) ON COMMIT DROP"
             ),
-            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+            asking(OWN_STAGES),
         ),
         "behind a comment": (
             executing("/* app */ -- their\n SET lock_timeout = 77000"),
@@ -298,11 +310,11 @@ CHANGES: dict[str, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]] = {
         ),
         "temporary table": (
             executing("CREATE TEMP TABLE IF NOT EXISTS kjo_stage (n integer) ON COMMIT DROP"),
-            asking("SELECT count(*) FROM pg_tables WHERE tablename = 'kjo_stage'"),
+            asking(OWN_STAGES),
         ),
         "lock": (
             executing("SELECT pg_advisory_lock(77)"),
-            asking("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 77"),
+            asking(OWN_LOCKS),
         ),
     },
     "mysql": {
