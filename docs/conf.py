@@ -61,6 +61,28 @@ def _add_navigation(app: Any, name: str, source: list[str]) -> None:
         source[0] = f"---\norphan: true\n---\n{source[0]}"
 
 
+_navigation: dict[str, str] = {}
+"""The navigation beside decisions, by its options: none of them is in it, so it is that of all."""
+
+
+def _reuse_navigation(
+    app: Any, name: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """Make the navigation once for all decisions: making it takes most of the time of a page."""
+    make = context.get("toctree")
+    if not name.startswith("decisions/0") or make is None:
+        return
+
+    def made_once(**options: Any) -> str:
+        key = repr(options)
+        if key not in _navigation:
+            _navigation[key] = make(**options)
+        return _navigation[key]
+
+    context["toctree"] = made_once
+
+
 def setup(app: Any) -> None:
     app.add_lexer("mermaid", TextLexer)
     app.connect("source-read", _add_navigation)
+    app.connect("html-page-context", _reuse_navigation, priority=400)  # before the theme's

@@ -34,7 +34,7 @@ from tests.factories import (
     WorkerFactory,
 )
 
-EXAMPLES = int(os.environ.get("KJO_API_EXAMPLES", "5"))
+EXAMPLES = int(os.environ.get("KJO_API_EXAMPLES", "3"))
 """Of each operation, beside those Schemathesis makes of every limit the schema names."""
 
 # What a schema cannot say: which handlers and queues there are, which members exclude others, that

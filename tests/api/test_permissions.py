@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -262,7 +263,7 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ProcessedEventFactory(event_id="e-1")
     QueueControl.objects.create(queue="paused", is_paused=True)
     LimitControl.objects.create(name="queue:default", rate="1/s")
-    places = {
+    places: dict[str, Any] = {  # some of them only where they are asked for
         "job": JobFactory(handler="tests.greet").pk,
         "later": JobFactory(available_at=timezone.now() + timedelta(hours=1)).pk,
         "done": JobFactory(completed=True).pk,
@@ -270,14 +271,18 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "erasure": start_erasure(Person.of(keys=["customer-7"]), actor="ops").pk,
         "worker": WorkerFactory().pk,
         "quiet": WorkerFactory(asked_to="quiet").pk,
-        "torn": ended(loads=1, fails=True).pk,
-        "workflow": imported(loads=1).pk,
+        "torn": lambda: ended(loads=1, fails=True).pk,
+        "workflow": lambda: imported(loads=1).pk,
         "schedule": nightly("one").pk,
         "paused": nightly("paused", is_paused=True).pk,
     }
 
+    def made(name: str) -> Any:
+        places[name] = place() if callable(place := places[name]) else place
+        return places[name]
+
     def send(client: APIClient, endpoint: Endpoint) -> Any:
-        path = f"/kjo/{endpoint.path.format(**places)}"
+        path = re.sub(r"{(\w+)}", lambda found: str(made(found[1])), f"/kjo/{endpoint.path}")
         return client.generic(
             endpoint.method, path, *client._encode_data(endpoint.body, "json", None)
         )

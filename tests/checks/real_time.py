@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from kjo_django.garbage_collection import paused
 from tests.waiting import PATIENCE
 
 ARITHMETIC = {"abs", "float", "int", "max", "mean", "median", "min", "round", "sorted", "sum"}
@@ -72,6 +73,7 @@ def _is_about_time(source: str, measuring: Collection[str]) -> bool:
 
 
 @functools.cache
+@paused()
 def _parsed(source: str) -> tuple[ast.Module, list[ast.AST]]:
     """Return a module's tree, and all its nodes: each is looked at several times."""
     tree = ast.parse(source)

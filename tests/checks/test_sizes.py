@@ -13,6 +13,7 @@ from pathlib import Path
 import grimp
 
 import kjo_django
+from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 260
@@ -24,6 +25,7 @@ OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migration
 
 
 @cache
+@paused()
 def sources() -> dict[Path, ast.Module]:
     return {
         path.relative_to(ROOT): ast.parse(path.read_text())

@@ -56,7 +56,8 @@ def states():
     return list(Job.objects.values_list("handler", "state", "attempts", "error"))
 
 
-@pytest.mark.large("database-only", "outside")  # atomic without a savepoint, and a plain coroutine
+# Atomic without a savepoint, and what coroutines do on PostgreSQL, too.
+@pytest.mark.large("database-only", "outside", "coroutine-sqlite", "coroutine-mariadb")
 @every_way(CHANGES, "change", "seen_of")
 @pytest.mark.parametrize("kind", ["atomic", "database-only", "outside", "coroutine"])
 def test_what_a_job_changes_in_its_session_the_next_one_does_not_find(kind, change, seen_of):

@@ -207,6 +207,8 @@ else:
 )
 
 
+# The others say it by the same function.
+@pytest.mark.large("api.urls", "messages.msgpack", "contrib.schema_registry", "coordination.redis")
 @pytest.mark.parametrize(
     ("module", "extra"),
     [

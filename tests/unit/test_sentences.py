@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kjo_django
+from kjo_django.garbage_collection import paused
 
 pytestmark = pytest.mark.medium
 
@@ -50,6 +51,7 @@ STILL_TWICE = {
 
 
 @cache
+@paused()
 def modules() -> dict[str, ast.Module]:
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())

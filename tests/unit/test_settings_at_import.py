@@ -44,6 +44,7 @@ DECLARATIONS = {
 }
 
 
+@pytest.mark.large("event_handler", "kdlq_handler")  # declared by the same function
 @pytest.mark.parametrize("declared", DECLARATIONS)
 def test_every_fault_is_told_at_once_and_no_command_is_a_traceback(
     declared: str, tmp_path: Path

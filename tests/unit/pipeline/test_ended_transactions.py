@@ -114,7 +114,7 @@ def test_so_does_each_of_a_group_without_savepoints(bench, end):
     assert_only_the_guilty_has_failed(bench, innocent)
 
 
-@pytest.mark.large("raises")
+@pytest.mark.large("raises", "mariadb", "postgres")
 @every_way(COMMITS, "end")
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises):
@@ -244,6 +244,7 @@ def test_a_job_that_had_failed_before_keeps_its_failure_and_is_not_called_again(
     assert calls == ["failed"] * 2
 
 
+@pytest.mark.large("mariadb", "postgres")  # as with the rows of our own jobs, which are tried there
 @every_way(COMMITS, "end")
 def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench, end):
     """They have no row that could tell that they have not run."""
