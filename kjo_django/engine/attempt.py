@@ -282,7 +282,6 @@ class Attempt:
     is_acknowledged: bool = False
     is_announced: bool = False
     """Whether hooks, signals and statistics were called with it."""
-    is_released: bool = False
 
     @property
     def must_not_run(self) -> bool:

@@ -33,7 +33,6 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.dispatch import Signal
@@ -106,8 +105,8 @@ class Pipeline:
         not start in time.
     :param on_pause: is called with each attempt whose partition is to be paused for its
         ``pause_seconds``, before its message may be run again.
-    :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
-        those that ``atomic=False`` handlers meet are waited out, and what has run is kept.
+    :param stopping: set when the worker stops. Without it ``run`` raises outages and bugs; with it,
+        outages are waited out, and what has run is kept.
     :param on_settled: where given, coroutines outside a transaction run on an event loop of their
         own: ``run`` returns while they do. It is called with the deliveries whose coroutines have
         ended, and those of them that are deferred.
@@ -186,31 +185,46 @@ class Pipeline:
         :param deliveries: of one mode.
         :param running: those whose coroutines run on after the return are added to it.
         """
-        left, retry = list(deliveries), None
-        while True:
-            try:
-                return self.run_once(left, running)
-            except OUTAGES as error:
-                retry = retry or OutageRetry(self._stopping)
-                using = self._runtime.database
-                following = retry.after(error, using, "The group cannot be settled", 1)
-                # Of all of the group: of a COMMIT without an answer, steps that had joined it, too.
-                left = _unsettled(deliveries, running)
-                # What a database that is there refuses again and again must not keep a lane.
-                if following is not Next.AGAIN:
-                    return self._defer(left)
-            except Exception:
-                # A bug. Leases that are held are renewed, and would be so for ever should the
-                # records come up elsewhere. It counts as an attempt, or it would go on for ever.
-                left = self._defer(_unsettled(left, running), count_delivery=True)
-                begin_new_session(self._runtime.database)
-                logger.exception("A group of %d failed", len(left))
-                return left
+        left, retry = deliveries, None
+        try:
+            while True:
+                try:
+                    return self._run_once(left, running)
+                except OUTAGES as error:
+                    retry = retry or OutageRetry(self._stopping if self._is_workers else None)
+                    using = self._runtime.database
+                    following = retry.after(error, using, "The group cannot be settled", 1)
+                    # Of all of the group: of a COMMIT without an answer, steps that had joined it,
+                    # too.
+                    left = _unsettled(deliveries, running)
+                    # What a database that is there refuses again and again must not keep a lane.
+                    if following is not Next.AGAIN:
+                        return self._defer(left)
+        except Exception:
+            if not self._is_workers:
+                raise
+            # A bug. It counts as an attempt, or it would go on for ever.
+            left = self._defer(_unsettled(left, running), is_spent=True)
+            begin_new_session(self._runtime.database)
+            logger.exception("A group of %d failed", len(left))
+            return left
+        except BaseException:
+            if not self._watch.is_abandoned:
+                self._leases.spend(deliveries)  # or what ends a run like this would do so for ever
+            raise
+        finally:
+            mine = [d for d in deliveries if not d.is_settled and not (running and d in running)]
+            if mine and not self._watch.is_abandoned:  # else ``abandon`` has given it back
+                self._give_back(mine)
 
-    def run_once(
-        self, deliveries: Sequence[Delivery], running: set[Delivery] | None = None
+    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give back all that deliveries still own."""
+        if self._leases.give_back(deliveries) and self._leases.freed:
+            self.limiter.release_freed()
+
+    def _run_once(
+        self, deliveries: Sequence[Delivery], running: set[Delivery] | None
     ) -> list[Delivery]:
-        """Run a group to its durable end; an outage is raised. Returns the deferred."""
         freshen_connections(is_own=self._is_workers)
         held_back, deferred, left = HeldBack(), [], list(deliveries)
         # What has ended is only to be settled.
@@ -233,7 +247,7 @@ class Pipeline:
         for delivery in left:
             if delivery.paces:
                 delivery.prepared_from = now if delivery is left[0] else 0.0
-        claims = self._leases.claim([d.lease for d in left], left[0].queue.processing_ttl)
+        claims = self._leases.claim(left, left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
                 delivery.deliveries = 1
@@ -244,9 +258,6 @@ class Pipeline:
             waiting = self._run_sorted(left, claims, held_back, running)
         if waiting:
             self.limiter.keep_places(waiting)
-            # Not begun: others may have them. A no-op for what others hold.
-            self._leases.release([delivery.lease for delivery in waiting])
-            self.limiter.release_freed()
         return deferred + waiting
 
     def abandon(
@@ -260,6 +271,17 @@ class Pipeline:
         :param deliveries: the group, whose thread has no database session any more.
         :param hung: the runs that did not end, and for how many seconds they have lasted.
         """
+        try:
+            return self._defer(self._judge_hung(deliveries, hung))
+        finally:
+            self._give_back(deliveries)
+
+    def _judge_hung(
+        self,
+        deliveries: Sequence[Delivery],
+        hung: Sequence[tuple[JobContext, float, Delivery]],
+    ) -> list[Delivery]:
+        """Judge handlers that have hung; return what of their group is not settled."""
         runtime = self._runtime
         left = _unsettled(deliveries, None)
         guilty = {delivery for _, _, delivery in hung}
@@ -272,11 +294,6 @@ class Pipeline:
         for attempt in ran or ():
             attempt.delivery.attempt = attempt
         _, rows = admission.load_rows(runtime, deliveries)
-        held = [row for each, row in rows.items() if not each.is_settled]
-        ids = [row.id for row in held if row.lease_token == self._leases.token]
-        # Also what is settled: its job may be replayed, and come to this worker again.
-        self._leases.let_rows_go(row.id for row in rows.values())
-        runtime.store.release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
             row = rows.get(delivery)
             if row is not None and row.state == JobState.WAITING:
@@ -296,7 +313,7 @@ class Pipeline:
             if guard is not None and ran is not None:
                 error = guard.error()
             delivery.attempt = failures.judge_error(runtime, attempt, error)
-        return self._defer(left)
+        return left
 
     # --- Claim ------------------------------------------------------------------------------------
 
@@ -330,9 +347,7 @@ class Pipeline:
                 logger.debug(why, delivery.lease, extra=facts_of(delivery))
                 deferred += held_back.defer([delivery])
         if orphans:
-            # Claimed and not begun. What dead workers began stays counted.
-            claimed = [each.lease for each in orphans if each.lease not in abandoned]
-            self._leases.release(claimed, undo_claim=True)
+            self._leases.give_back(orphans)  # or a crash of the others would count for them
             for delivery in orphans:
                 delivery.is_orphan = True
                 # As many as there are once it is claimed for its own run.
@@ -356,11 +371,7 @@ class Pipeline:
         It may have killed that worker. It takes no other orphan with it, so each death costs an
         innocent one an attempt only the first time they meet.
         """
-        left = self._run_claimed([delivery], None)
-        if left:
-            # Claimed and not begun. What dead workers began stays counted.
-            self._leases.release([delivery.lease], undo_claim=True)
-        return left
+        return self._run_claimed([delivery], None)
 
     # --- Admit, run and record, in the group's transaction ----------------------------------------
 
@@ -640,7 +651,7 @@ class Pipeline:
         self._guards.add(guard)
         savepoint = LazySavepoint(connection, store, guard) if savepoints else None
         part, joined = deliveries, None
-        released: list[Attempt] = []
+        given_up: list[Delivery] = []
         earlier = {attempt.delivery: attempt for attempt in ended}
         try:
             with (
@@ -671,9 +682,9 @@ class Pipeline:
                         for a in durable
                         if not (a.delivery.handler and a.delivery.handler.observes)
                     ]
-                    leases = [attempt.delivery.lease for attempt in durable]
-                    if self._leases.release_within(self._runtime.database, leases):
-                        released += durable
+                    settled = [attempt.delivery for attempt in durable]
+                    if self._leases.settle_within(self._runtime.database, settled):
+                        given_up += settled
                     recorded += completed
                     if self._receiver is not None and any(map(_step_of, completed)):
                         joined = joined or self._receiver.joined(deliveries, guard)
@@ -693,10 +704,7 @@ class Pipeline:
                 raise RolledBack("It was ended by a handler", guard) from error
             raise
         self._guards.discard(guard)
-        if released:
-            self._leases.forget([attempt.delivery.lease for attempt in released])
-            for attempt in released:
-                attempt.is_released = True
+        self._leases.forget(given_up)
 
     # --- Admit and run outside a transaction ------------------------------------------------------
 
@@ -744,10 +752,7 @@ class Pipeline:
                 self._lane.run_leased(attempts, ended)
             finally:
                 self._recorder.forget(ended)
-                try:
-                    ended.settle()
-                finally:
-                    self._release_rows(attempts, {*ended.deferred})
+                ended.settle()
             not_begun = [a.delivery for a in attempts if a.ending is None]
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
             # As many as fit into the budget: each that does not is admitted twice.
@@ -762,14 +767,11 @@ class Pipeline:
     ) -> list[Delivery]:
         """Admit coroutines and start those that may; returns the deferred."""
         attempts = self._admit_leased(deliveries)
-        try:
-            self._take_permits(attempts)
-            if admitted := [attempt for attempt in attempts if attempt.ending is None]:
-                running.update(attempt.delivery for attempt in admitted)
-                loop.run(admitted)
-            return self._settle([a for a in attempts if a.delivery not in running])
-        finally:
-            self._release_rows([a for a in attempts if a.delivery not in running], deliveries)
+        self._take_permits(attempts)
+        if admitted := [attempt for attempt in attempts if attempt.ending is None]:
+            running.update(attempt.delivery for attempt in admitted)
+            loop.run(admitted)
+        return self._settle([a for a in attempts if a.delivery not in running])
 
     def _take_permits(self, attempts: Sequence[Attempt]) -> None:
         """Take the permits of coroutines with a limit; one that may not start is deferred."""
@@ -780,53 +782,19 @@ class Pipeline:
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
-        """Decide what may run and lease its rows, which is renewed until ``_release_rows``.
-
-        Of two records of one job one is deferred.
-        """
+        """Decide what may run, and lease its rows. Of two records of one job one is deferred."""
         self._leases.show_alive_if_late()
-        leases, now = self._leases, CLOCK.now()
-        attempts = admission.admit_group(leases, deliveries)
-        judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
-        # Another record of a job may be with another lane, and its lease is this worker's too.
-        free = leases.hold_rows(judged)
-        won: set[UUID] = set()
-        try:
-            # A row that anybody has changed since, or leased, is theirs.
-            won = self._runtime.store.take_row_leases(
-                [row for id, row in judged.items() if id in free],
-                leases.token,
-                now,
-                now + leases.ttl,
-            )
-        finally:
-            leases.let_rows_go(free - won)
+        attempts = admission.admit_group(self._leases, deliveries)
+        judged = {a.delivery: a.row for a in attempts if a.ending is None and a.row is not None}
+        leased = self._leases.lease_rows(judged)
         for attempt in attempts:
             if attempt.ending is not None:
                 continue
-            if attempt.row is None or attempt.row.id in won:
-                attempt.row_lease = leases.token
-                if attempt.row is not None:
-                    won.discard(attempt.row.id)  # a second record of the job waits for the first
+            if attempt.row is None or attempt.delivery in leased:
+                attempt.row_lease = self._leases.token
             else:
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LEASED
         return attempts
-
-    def _release_rows(self, attempts: Sequence[Attempt], deferred: Collection[Delivery]) -> None:
-        """Stop renewing the row leases, and let others have at once what was admitted and has no
-        ending that was recorded; its lease would expire by itself."""
-        if self._watch.is_abandoned:
-            return  # they may be another thread's by now
-        held = {a: a.row.id for a in attempts if a.row is not None and a.row_lease is not None}
-        self._leases.let_rows_go(held.values())
-        ids = [id for a, id in held.items() if a.started_at is None or a.delivery in deferred]
-        if not ids:
-            return
-        try:
-            self._runtime.store.release_row_leases(ids, self._leases.token)
-        except OUTAGES as error:
-            logger.warning("Leases of %d jobs are not given back: %s", len(ids), error)
-            drop_broken_connections()
 
     def _settle_coroutines(
         self,
@@ -851,9 +819,9 @@ class Pipeline:
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
                 logger.exception("%d coroutines could not be settled", len(deliveries))
-                self._leases.release([d.lease for d in deliveries], count_delivery=True)
+                self._leases.spend(deliveries)
             finally:
-                self._release_rows(some, back)
+                self._give_back(deliveries)
                 on_settled(deliveries, back)
         return []
 
@@ -973,7 +941,7 @@ class Pipeline:
                 if following is not Next.AGAIN:
                     return self._defer(
                         [attempt.delivery for attempt in attempts],
-                        count_delivery=following is Next.REFUSED,
+                        is_spent=following is Next.REFUSED,
                     )
         recorded = [attempt for attempt in attempts if attempt.is_recorded]
         lost = [attempt for attempt in attempts if attempt.ending is Ending.DEFERRED]
@@ -1029,26 +997,18 @@ class Pipeline:
                     attempt.is_acknowledged = attempt.is_recorded = True
                     attempt.delivery.attempt = None
                     attempt.delivery.is_settled = True
-        held = [attempt for attempt in attempts if not attempt.is_released]
         # Before anybody hears of a failure, since a retry may come to another worker at once.
-        if failed := [a.delivery.lease for a in held if a.ending in FAILURES and a.delivery.lease]:
-            self._leases.release(failed)
+        if failed := [a.delivery for a in attempts if a.ending in FAILURES]:
+            self._leases.settle(failed)
         try:
             self._announce([attempt for attempt in attempts if not attempt.is_announced])
         finally:
-            if held:
-                self._release(held)
+            owning = [a.delivery for a in attempts if a.delivery in self._leases.owned]
+            if owning:
+                self._leases.settle(owning)
             if self._leases.freed:
                 self.limiter.release_freed()
         return deferred
-
-    def _release(self, attempts: Sequence[Attempt]) -> None:
-        """Release the leases of attempts, but of failures, whose leases are released already."""
-        leases = [a.delivery.lease for a in attempts if a.ending not in FAILURES]
-        if any(leases):
-            self._leases.release([lease for lease in leases if lease])
-        for attempt in attempts:
-            attempt.is_released = True
 
     def _announce(self, attempts: Sequence[Attempt]) -> None:
         """Call hooks and listeners, once for each attempt."""
@@ -1083,13 +1043,13 @@ class Pipeline:
             for send in attempt.announcements:
                 call_watched(send, "Signals of what a step has ended were not sent", {})
 
-    def _defer(self, deliveries: list[Delivery], *, count_delivery: bool = False) -> list[Delivery]:
-        """Release what comes up again, and return it.
+    def _defer(self, deliveries: list[Delivery], *, is_spent: bool = False) -> list[Delivery]:
+        """Note what comes up again, and return it.
 
-        :param count_delivery: their attempts count, though they have no ending.
+        :param is_spent: their attempts count, though they have no ending.
         """
-        leases = [delivery.lease for delivery in deliveries]
-        self._leases.release(leases, count_delivery=count_delivery)
+        if is_spent:
+            self._leases.spend(deliveries)
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
         return deliveries

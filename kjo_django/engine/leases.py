@@ -1,22 +1,32 @@
-"""The leases of this process: claiming, renewing and releasing them."""
+"""The leases of this process: claiming, renewing and releasing them, and which delivery owns what.
+
+A delivery that runs owns a lease of coordination, with the slots that belong to it, and, outside a
+transaction, the lease in its job's row. Both are renewed as long as they are owned, so a lease that
+nobody gives back would keep its job from running for ever. What is owned leaves when the outcome is
+durable. All that is left when a run ends, however it ends, is given back by whoever ran it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 from uuid import UUID
 
-from django.db import OperationalError, connections
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
 
+from kjo_django.clock import CLOCK
 from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, alive_name
 from kjo_django.coordination.starts import Ask, Permit, Used
-from kjo_django.engine.handler.connections import is_pristine
+from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.handler.connections import drop_broken_connections, is_pristine
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
+from kjo_django.store.rows import JobRow
 
 T = TypeVar("T")
 
@@ -26,6 +36,18 @@ WARNING_INTERVAL = 10.0
 MAX_UNRELEASED = 10_000
 """Leases to be given back later; those beyond it expire by themselves."""
 RELEASED_AT_ONCE = 500
+
+
+@dataclass(slots=True)
+class Owned:
+    """What a delivery owns."""
+
+    begun: int = 0
+    """Number of times that its message was begun, this one included; 0 without a lease."""
+    row: UUID | None = None
+    """The job whose row it has leased."""
+    is_spent: bool = False
+    """Whether its attempt counts although it has no ending."""
 
 
 class LeaseBook:
@@ -61,6 +83,7 @@ class LeaseBook:
         """How long each lease lasts, and how many deliveries of a group have it: messages of one
         item share a lease."""
         self._rows: set[UUID] = set()
+        self.owned: dict[Delivery, Owned] = {}
         self._lock = threading.Lock()
         self._warn_at = 0.0
         self._has_shown = False
@@ -83,12 +106,14 @@ class LeaseBook:
             self._warn_at = now + WARNING_INTERVAL
             logger.warning("%s: %s", consequence, error)
 
-    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
-        """Claim all names that are free; see ``release_abandoned`` for the rest.
+    # --- What deliveries own ----------------------------------------------------------------------
+
+    def claim(self, deliveries: Sequence[Delivery], ttl: timedelta | None = None) -> list[Claim]:
+        """Claim the leases of deliveries that are free; see ``release_abandoned`` for the rest.
 
         :param ttl: of these leases, where their queue has its own.
         """
-        ttl = ttl or self.ttl
+        ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
             return [FIRST_CLAIM] * len(names)
         if self._unreleased or self._leaving:
@@ -96,7 +121,7 @@ class LeaseBook:
                 if not self._leaving.isdisjoint(names):
                     return [Claim(False, 0)] * len(names)
                 self._unreleased.difference_update(names)
-        began, acquired = self._clock.monotonic(), names
+        began = self._clock.monotonic()
         try:
             claims = self._coordination.claim(names, self.token, ttl)
         except CoordinationError as error:
@@ -106,12 +131,112 @@ class LeaseBook:
             claims = [FIRST_CLAIM] * len(names)
         else:
             self._breaker.record_success()
-            if claims.count(FIRST_CLAIM) != len(claims):
-                each = zip(names, claims, strict=True)
-                acquired = [name for name, claim in each if claim.acquired]
+        acquired = []
+        for delivery, claim in zip(deliveries, claims, strict=True):
+            if claim.acquired:
+                self.owned.setdefault(delivery, Owned()).begun = claim.deliveries
+                acquired.append(delivery.lease)
         with self._lock:
             self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
         return claims
+
+    def lease_rows(self, rows: Mapping[Delivery, JobRow]) -> set[Delivery]:
+        """Lease the rows of jobs; return the deliveries whose rows are leased.
+
+        A row is not leased that somebody has changed since it was read, or that another delivery of
+        this worker has leased: of two records of one job the second has to wait.
+        """
+        first: dict[UUID, Delivery] = {}
+        for delivery, row in rows.items():
+            first.setdefault(row.id, delivery)
+        again = {id for id, each in first.items() if each in self.owned and self.owned[each].row}
+        new = self.hold_rows(first.keys() - again)
+        leased: set[UUID] = set()
+        now = CLOCK.now()
+        try:
+            leased = self._store.take_row_leases(
+                [rows[delivery] for id, delivery in first.items() if id in new or id in again],
+                self.token,
+                now,
+                now + self.ttl,
+            )
+        finally:
+            self.let_rows_go(new - leased)
+        for id in again - leased:
+            self.owned[first[id]].row = None
+        self.let_rows_go(again - leased)
+        for id in leased:
+            self.owned.setdefault(first[id], Owned()).row = id
+        return {first[id] for id in leased}
+
+    def spend(self, deliveries: Iterable[Delivery]) -> None:
+        """Let the attempts of deliveries count, should they be given back."""
+        for delivery in deliveries:
+            if owned := self.owned.get(delivery):
+                owned.is_spent = True
+
+    def settle(self, deliveries: Iterable[Delivery]) -> None:
+        """Give up what deliveries own whose outcomes are durable."""
+        left = self._take_out(deliveries)
+        if names := [delivery.lease for delivery, owned in left if owned.begun]:
+            self.release(names)
+        self.let_rows_go(owned.row for _, owned in left if owned.row)
+
+    def settle_within(self, using: str, deliveries: Sequence[Delivery]) -> bool:
+        """Give the leases up with the transaction of ``using`` that makes the outcomes durable, and
+        return True; ``forget`` them when it is committed. False: coordination cannot.
+
+        :raises OperationalError: that failed, and the transaction with it. SQLite undoes one by
+            itself when a statement meets a full disk; what comes after it would be committed
+            without what was before it.
+        """
+        if self._coordination.releases_within != using:
+            return False
+        began = self._clock.monotonic()
+        # Steps that have joined the transaction were not claimed.
+        names = [delivery.lease for delivery in deliveries if delivery in self.owned]
+        if self._slots:
+            with self._lock:
+                names += [slot for name in names for slot in self._slots.get(name, ())]
+        try:
+            if names:
+                self._coordination.release(names, self.token)
+        except CoordinationError as error:
+            if not is_pristine(connections[using]):
+                raise OperationalError(f"Leases cannot be released: {error}") from error
+            self._not_released(names, began, error)
+        return True
+
+    def forget(self, deliveries: Iterable[Delivery]) -> None:
+        """Renew the leases of these deliveries no longer: they have been given up."""
+        names = [each.lease for each in deliveries if self.owned.pop(each, None)]
+        with self._lock:
+            for name in (*names, *self._slots_of(names)) if self._slots else names:
+                self._held.pop(name, None)
+
+    def give_back(self, deliveries: Iterable[Delivery]) -> bool:
+        """Give back all that deliveries still own, for others to have it; return whether that is
+        anything. Those that have not begun are counted as they were before their claim. An outage
+        is not raised.
+        """
+        left = self._take_out(deliveries)
+        claimed = [(delivery.lease, owned) for delivery, owned in left if owned.begun]
+        self.release([n for n, owned in claimed if owned.begun == 1 and not owned.is_spent])
+        begun_before = [n for n, owned in claimed if owned.begun > 1 and not owned.is_spent]
+        self.release(begun_before, undo_claim=True)
+        self.release([n for n, owned in claimed if owned.is_spent], count_delivery=True)
+        ids = [owned.row for _, owned in left if owned.row]
+        self.let_rows_go(ids)
+        try:
+            self._store.release_row_leases(ids, self.token)
+        except (DatabaseError, InterfaceError, OSError) as error:
+            logger.warning("Leases of %d jobs expire by themselves: %s", len(ids), error)
+            drop_broken_connections()
+        return bool(left)
+
+    def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
+        popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)
+        return [(delivery, owned) for delivery, owned in popped if owned is not None]
 
     # --- Limits -----------------------------------------------------------------------------------
 
@@ -286,31 +411,6 @@ class LeaseBook:
         if held:
             self._release_now(held, count_delivery=count_delivery, undo_claim=undo_claim)
 
-    def release_within(self, using: str, names: list[str]) -> bool:
-        """Give the leases back with the transaction of ``using`` that makes the outcomes durable,
-        and return True; ``forget`` them when it is committed. False: coordination cannot.
-
-        :raises OperationalError: that failed, and the transaction with it. SQLite undoes one by
-            itself when a statement meets a full disk; what comes after it would be committed
-            without what was before it.
-        """
-        if self._coordination.releases_within != using:
-            return False
-        began = self._clock.monotonic()
-        if self._slots:
-            with self._lock:
-                slots = [slot for name in names for slot in self._slots.get(name, ())]
-            names = names + slots
-        try:
-            # Steps that have joined the transaction were not claimed.
-            if names := [name for name in names if name in self._held]:
-                self._coordination.release(names, self.token)
-        except CoordinationError as error:
-            if not is_pristine(connections[using]):
-                raise OperationalError(f"Leases cannot be released: {error}") from error
-            self._not_released(names, began, error)
-        return True
-
     def _release_now(
         self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
     ) -> None:
@@ -329,15 +429,6 @@ class LeaseBook:
         self._warn("Leases not released yet, or they expire by themselves", error)
         with self._lock:
             self._unreleased.update(names[: MAX_UNRELEASED - len(self._unreleased)])
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Renew these leases no longer: they have been given back."""
-        with self._lock:
-            names = list(names)
-            if self._slots:
-                names += self._slots_of(names)
-            for name in names:
-                self._held.pop(name, None)
 
     def hold_rows(self, ids: Iterable[UUID]) -> set[UUID]:
         """Renew the row leases of these jobs too (``atomic=False``); return those that nobody else
@@ -419,8 +510,7 @@ class LeaseBook:
         """Let others take over at once whatever is still held."""
         with self._lock:
             held = [*self._held, *self._unreleased, alive_name(self.token)]
-            self._unreleased = set()
-        self.forget(held)
+            self._unreleased, self._held, self._slots = set(), {}, {}
         self._release_now(held)
 
     def renew(self) -> None:

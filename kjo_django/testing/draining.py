@@ -205,13 +205,8 @@ class _NoLeases(LeaseBook):
     def __init__(self) -> None:
         super().__init__(current_runtime(), uuid.uuid4().hex)
 
-    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
-        return [Claim(True, 1)] * len(names)
-
-    def release(
-        self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
-    ) -> None:
-        return
+    def claim(self, deliveries: Sequence[Delivery], ttl: timedelta | None = None) -> list[Claim]:
+        return [Claim(True, 1)] * len(deliveries)
 
     def is_vanished(self, token: str) -> bool:
         return True
@@ -242,7 +237,7 @@ class _Runner:
         self._ended.clear()
         deliveries = [_delivery_of(job) for job in jobs]
         with _callbacks_run(jobs_database()):
-            deferred = self._pipeline.run_once(deliveries)
+            deferred = self._pipeline.run(deliveries)
         send_signals(self._ended)
         for job, delivery in zip(jobs, deliveries, strict=True):
             if delivery in deferred:

@@ -42,7 +42,7 @@ STAGES: Mapping[str, Sequence[str]] = {
     "calling handlers": ("LaneRunner._call",),
     "outcomes, one UPDATE a group": ("PostgresStore.complete ", "Store.complete "),
     "BEGIN and COMMIT": ("Atomic.__enter__", "Atomic.__exit__"),
-    "acknowledging, releasing leases": ("LeaseBook.release", "Pipeline._settle"),
+    "acknowledging, releasing leases": ("LeaseBook.settle", "Pipeline._settle"),
     "statistics, signals": ("Pipeline._announce",),
 }
 """The beginnings of the frames of each stage; of the frames in a stack, the innermost counts."""

@@ -138,7 +138,14 @@ class Bench:
             orphans = [delivery for delivery in first_of_key.values() if delivery.is_orphan]
             groups += [[delivery] for delivery in orphans]
             deferred += [each for each in group if each in left and each not in orphans]
+        mine = {delivery.lease for delivery in taken}
+        mine |= {each.message.job_id for each in taken if each.message is not None}
+        assert mine.isdisjoint(self.owned())  # another lane may run others meanwhile
         return deferred
+
+    def owned(self) -> list[str]:
+        """Return the leases that the worker renews, and the jobs whose rows it has leased."""
+        return [*self.leases._held, *map(str, self.leases.held_rows())]
 
     def _note_settled(self, deliveries: Sequence[Delivery], deferred: Collection[Delivery]) -> None:
         with self._has_ended:
@@ -267,6 +274,13 @@ def the_job() -> Job:
     return Job.objects.get()
 
 
+class Named:
+    """What has a lease of this name, instead of a delivery."""
+
+    def __init__(self, lease: str) -> None:
+        self.lease = lease
+
+
 class Silent(Subscription):
     """A subscription for deliveries that come from nowhere."""
 
@@ -290,6 +304,7 @@ __all__ = [
     "MEMORY",
     "Bench",
     "Mode",
+    "Named",
     "SetClock",
     "Silent",
     "as_job",

@@ -338,8 +338,7 @@ def test_nobody_is_lost_to_a_killer(bench, seed):
         beside = left[: chance.randint(0, len(left) // 2)]
         ended = []
         try:
-            names = [delivery.lease for delivery in beside]
-            claims = worker.leases.claim(names) if names else []
+            claims = worker.leases.claim(beside) if beside else []
             deferred = worker.run([d for d in left if d not in beside])
         except Killed:
             # Those of the other lane that no worker had died with before were being run.
@@ -349,7 +348,7 @@ def test_nobody_is_lost_to_a_killer(bench, seed):
             get_coordination().release([f"WORKER:{token}"], token)
             ended = [o.delivery for o in worker.outcomes]
         else:
-            worker.leases.release([d.lease for d in beside], undo_claim=True)
+            worker.leases.give_back(beside)
             ended = [d for d in left if d not in beside and d not in deferred]
         finally:
             worker.close()

@@ -50,7 +50,7 @@ from tests.ledger.jobs import (
     write_together,
 )
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, as_job
+from tests.unit.deliveries import KJO, MEMORY, Named, as_job
 from tests.unit.workers import Running
 from tests.waiting import PATIENCE, wait_until
 
@@ -507,11 +507,12 @@ def test_leases_not_given_back_in_an_outage_are_given_back_after_it(monkeypatch)
     # Given leases that could not be released, one of them taken again since
     coordination, day = get_coordination(), timedelta(days=1)
     book = LeaseBook(current_runtime(), "me", day, day)
-    book.claim(["CONS:X:1", "CONS:X:2"])
+    first, second = Named("CONS:X:1"), Named("CONS:X:2")
+    book.claim([first, second])
     with monkeypatch.context() as outage:
         outage.setattr(coordination, "release", refuse)
-        book.release(["CONS:X:1", "CONS:X:2"])
-    book.claim(["CONS:X:2"])
+        book.settle([first, second])
+    book.claim([second])
     assert set(coordination.holders(["CONS:X:1", "CONS:X:2"])) == {"CONS:X:1", "CONS:X:2"}
     # When coordination is back
     book.show_alive()

@@ -12,7 +12,7 @@ from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, as_job, entries, the_job
+from tests.unit.deliveries import Bench, Named, as_job, entries, the_job
 from tests.unit.pipeline.bench import both, settled
 
 
@@ -105,13 +105,13 @@ def test_what_a_living_worker_runs_is_left_to_it(bench, another):
     # Given
     ledger.write.enqueue(job="a")
     (delivery,) = bench.poll()
-    another.leases.claim([delivery.lease])
+    another.leases.claim([delivery])
     # When, then
     assert bench.run([delivery]) == [delivery]
     assert entries() == {}
     assert bench.outcomes == []
     # And once it is done with it
-    another.leases.release([delivery.lease])
+    another.leases.settle([delivery])
     assert bench.run([delivery]) == []
     assert (entries(), the_job().attempts) == ({"a": 1}, 1)
 
@@ -119,13 +119,13 @@ def test_what_a_living_worker_runs_is_left_to_it(bench, another):
 def test_a_lease_that_two_of_a_group_share_is_given_back_with_the_last_of_them(bench, another):
     """Messages of one item have one lease, and only one worker runs them at a time."""
     # Given
-    name = "CONS:LEDGER:item"
-    assert all(claim.acquired for claim in bench.leases.claim([name, name]))
+    first, second, of_another = [Named("CONS:LEDGER:item") for _ in range(3)]
+    assert all(claim.acquired for claim in bench.leases.claim([first, second]))
     # When, then
-    bench.leases.release([name])
-    assert not another.leases.claim([name])[0].acquired
-    bench.leases.release([name])
-    assert another.leases.claim([name])[0].acquired
+    bench.leases.settle([first])
+    assert not another.leases.claim([of_another])[0].acquired
+    bench.leases.settle([second])
+    assert another.leases.claim([of_another])[0].acquired
 
 
 def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, another):
@@ -135,13 +135,13 @@ def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, ano
         ledger.write_keyed.enqueue(job=str(number), key="k")
     ledger.write_keyed.enqueue(job="free", key="other")
     deliveries = bench.poll()
-    another.leases.claim([deliveries[0].lease])
+    another.leases.claim(deliveries[:1])
     # When
     deferred = bench.run(deliveries)
     # Then
     assert deferred == deliveries[:3]
     assert entries() == {"free": 1}
-    another.leases.release([deliveries[0].lease])
+    another.leases.settle(deliveries[:1])
     assert bench.run(deferred) == []
     assert [entry.job for entry in Entry.objects.order_by("id")] == ["free", "0", "1", "2"]
     assert all(job.attempts == 1 for job in Job.objects.all())
@@ -167,7 +167,7 @@ def test_a_worker_that_is_not_alive_loses_its_leases(bench):
     assert alive_name("silent") not in get_coordination().holders([alive_name("silent")])
     ledger.write.enqueue(job="a")
     (delivery,) = bench.poll()
-    silent.leases.claim([delivery.lease])
+    silent.leases.claim([delivery])
     bench.run([delivery])
     assert (the_job().state, the_job().attempts) == ("completed", 2)
     silent.close()

@@ -12,7 +12,7 @@ from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.services import RedisServer
 from tests.services.fixtures import require
-from tests.unit.deliveries import as_job, entries
+from tests.unit.deliveries import Named, as_job, entries
 from tests.unit.pipeline.bench import reconfigured
 from tests.waiting import wait_until
 
@@ -104,17 +104,18 @@ def test_leases_are_taken_again_when_it_answers(worker, redis):
 def test_what_is_claimed_again_is_not_given_back_for_the_time_before(worker, redis):
     """A retry comes to the same worker before its heartbeat hears of the end."""
     # Given a lease that could not be given back
+    owners = [Named("CONS:LEDGER:a")]
     redis.pause()
     try:
-        worker.leases.claim(["CONS:LEDGER:a"])
-        worker.leases.release(["CONS:LEDGER:a"])
+        worker.leases.claim(owners)
+        worker.leases.settle(owners)
     finally:
         redis.resume()
     time.sleep(3 * TIMEOUT)  # sleep: until the breaker lets one ask for all
     # When one asks for all, and it answers
-    assert worker.leases.claim(["CONS:LEDGER:a"])[0].acquired
+    assert worker.leases.claim(owners)[0].acquired
     worker.leases.show_alive()
     # Then
     assert leases() == ["CONS:LEDGER:a"]
-    worker.leases.release(["CONS:LEDGER:a"])
+    worker.leases.settle(owners)
     assert not leases()

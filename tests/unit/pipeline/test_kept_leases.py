@@ -14,7 +14,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
-from tests.unit.deliveries import as_job
+from tests.unit.deliveries import Named, as_job
 from tests.unit.pipeline.bench import both, settled
 from tests.waiting import PATIENCE, wait_until
 
@@ -98,13 +98,14 @@ def test_a_lease_cannot_be_taken_anew_while_it_is_released_late(bench, monkeypat
     coordination = get_coordination()
     release, claims = coordination.release, []
     names = [f"CONS:{uuid7()}"]
+    owners = [Named(names[0])]
     with monkeypatch.context() as patch:
         patch.setattr(coordination, "release", raising)
-        bench.leases.claim(names)
-        bench.leases.release(names)
+        bench.leases.claim(owners)
+        bench.leases.settle(owners)
 
     def claiming(*arguments, **options):
-        claims.extend(bench.leases.claim(names))
+        claims.extend(bench.leases.claim(owners))
         return release(*arguments, **options)
 
     monkeypatch.setattr(coordination, "release", claiming)
@@ -113,7 +114,7 @@ def test_a_lease_cannot_be_taken_anew_while_it_is_released_late(bench, monkeypat
     # Then
     assert [claim.acquired for claim in claims] == [False]
     assert not coordination.holders(names)
-    assert [claim.acquired for claim in bench.leases.claim(names)] == [True]
+    assert [claim.acquired for claim in bench.leases.claim(owners)] == [True]
 
 
 def raising(*arguments, **options):

@@ -227,5 +227,5 @@ def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
     pipeline = Pipeline(
         bench.leases, bench.watch, worker="command", listeners=[bench.outcomes.extend]
     )
-    assert pipeline.run_once(deliveries) == []
+    assert pipeline.run(deliveries) == []
     assert bench.results == [Ending.RETRIED]

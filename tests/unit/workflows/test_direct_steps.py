@@ -301,8 +301,7 @@ def test_a_step_that_another_worker_holds_is_forgotten_once_its_lease_has_expire
     chain(steps.note.step(name="a"), steps.note.step(name="b")).enqueue()
     with stepped() as worker, stepped() as other:
         worker.run()
-        name = worker.waiting[0].lease
-        assert other.worker.leases.claim([name])[0].acquired
+        assert other.worker.leases.claim(worker.waiting[:1])[0].acquired
         # When the worker meets that, it waits
         assert worker.lane()
         assert len(worker.waiting) == 1

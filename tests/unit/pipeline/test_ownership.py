@@ -1,0 +1,182 @@
+"""Whatever way a group ends, nothing is owned any more that nobody runs.
+
+In the small tier: each way out is a rule of the engine, and SQLite has all of them. `Bench.run`
+looks after each group, so every test of this folder is one of these, on the other engines, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+from django.db import OperationalError
+
+from kjo_django.engine import admission, failures, recorder
+from kjo_django.engine.attempt import Delivery
+from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.models import Job
+from kjo_django.runtime import get_coordination
+from tests.ledger.models import Entry
+from tests.unit.deliveries import Bench, as_job, entries, make_everything_due
+
+COUNT = 3
+
+
+class Kind(NamedTuple):
+    """A kind of handler: how it is declared, and the steps in which its groups are recorded."""
+
+    options: dict[str, Any]
+    is_async: bool = False
+    is_batch: bool = False
+
+
+KINDS = {
+    "atomic": Kind({}),
+    "without savepoints": Kind({"database_only": True}),
+    "plain": Kind({"atomic": False}),
+    "coroutine": Kind({"atomic": False}, is_async=True),
+    "batch": Kind({"batch": 10}, is_batch=True),
+    "plain batch": Kind({"batch": 10, "atomic": False}, is_batch=True),
+}
+
+
+class Refused(Exception):
+    """What a handler raises that fails."""
+
+
+@pytest.fixture(params=KINDS)
+def work(request: pytest.FixtureRequest, bench: Bench, transport: str) -> Callable[..., Any]:
+    """Declares a handler of a kind, which writes what it is called with, or fails."""
+    kind = KINDS[request.param]
+
+    def write(job: str) -> None:
+        Entry.objects.create(job=job)
+        if job.startswith("fails"):
+            raise Refused(job)
+
+    def one(job: str) -> None:
+        write(job)
+
+    async def coroutine(job: str) -> None:
+        await Entry.objects.acreate(job=job)
+        if job.startswith("fails"):
+            raise Refused(job)
+
+    def batch(items: Sequence[Any]) -> None:
+        for item in items:
+            write(item.payload["job"])
+
+    function = coroutine if kind.is_async else batch if kind.is_batch else one
+
+    def declare(**options: Any) -> JobDefinition:
+        return as_job(function, name="bench.work", **kind.options, **options)
+
+    return declare
+
+
+def leases() -> list[str]:
+    """What anybody owns, as others see it."""
+    tokens = Job.objects.exclude(lease_token="").values_list("lease_token", flat=True)
+    return [*get_coordination().names("CONS:"), *tokens]
+
+
+@pytest.mark.parametrize("name", ["returns", "fails"])
+@pytest.mark.parametrize("most", [1, 5], ids=["last attempt", "first attempt"])
+def test_of_a_group_that_has_run(bench: Bench, work: Any, name: str, most: int) -> None:
+    definition = work(max_attempts=most)
+    for number in range(COUNT):
+        definition.enqueue(job=f"{name} {number}")
+    assert bench.run() == []
+    assert not bench.owned()
+    assert not leases()
+
+
+def test_of_messages_that_another_worker_has(bench: Bench, another: Bench, work: Any) -> None:
+    definition = work()
+    for number in range(COUNT):
+        definition.enqueue(job=str(number))
+    deliveries = bench.poll()
+    another.leases.claim(deliveries[:1])
+    assert bench.run(deliveries) == deliveries[:1]
+    assert leases() == [deliveries[0].lease]
+
+
+def test_of_jobs_that_were_cancelled_or_done_before(bench: Bench, work: Any) -> None:
+    definition = work()
+    for number in range(COUNT):
+        definition.enqueue(job=str(number))
+    deliveries = bench.poll()
+    Job.objects.filter(pk=Job.objects.first().pk).update(state="cancelled")  # type: ignore[union-attr]
+    assert bench.run(deliveries) == []
+    assert sum(entries().values()) == COUNT - 1
+    assert not leases()
+
+
+POINTS = {
+    "admission": (admission, "admit_group"),
+    "rows": ("store", "take_row_leases"),
+    "completion in the transaction": (recorder, "complete"),
+    "completion": (recorder, "record_completions"),
+    "acknowledgement in the transaction": (recorder, "acknowledge_within"),
+    "acknowledgement": ("subscription", "acknowledge"),
+    "judgement": (failures, "judge"),
+    "failure": (failures, "record_failures"),
+    "announcement": ("pipeline", "_announce"),
+}
+ERRORS = [OperationalError, RuntimeError, SystemExit]
+
+
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", POINTS)
+def test_of_a_group_in_which_a_step_fails(
+    bench: Bench,
+    work: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    point: str,
+    error: type[BaseException],
+    times: int,
+) -> None:
+    if error is SystemExit and request.node.callspec.params["work"] == "coroutine":
+        pytest.skip("ends the recorder's thread, and the worker with it")
+    # Given a step of the way that fails
+    owner, name = POINTS[point]
+    places = {
+        "store": bench.leases.runtime.store,
+        "subscription": bench.subscription,
+        "pipeline": bench.pipeline,
+    }
+    where = places.get(owner, owner)  # type: ignore[call-overload]
+    step, left = getattr(where, name), [error("broken")] * times
+
+    def breaks(*arguments: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return step(*arguments, **options)
+
+    definition = work(max_attempts=5)
+    for number in range(COUNT):
+        definition.enqueue(job=f"{'fails' if number == 1 else 'returns'} {number}")
+    deliveries = bench.poll()
+    # When
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, breaks)
+        with suppress(error):
+            bench.run(deliveries)
+    # Then
+    assert not bench.owned()
+    assert not leases()
+    # And all run to their end once that is over
+    bench.stopping.waits = 0
+    bench.run(_unsettled(deliveries))
+    make_everything_due()
+    bench.run_until_done()
+    assert {name for name in entries() if name.startswith("returns")} == {"returns 0", "returns 2"}
+    assert not leases()
+
+
+def _unsettled(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    return [delivery for delivery in deliveries if not delivery.is_settled]
