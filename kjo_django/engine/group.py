@@ -57,7 +57,7 @@ from kjo_django.engine.handler.connections import (
 )
 from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.savepoint import LazySavepoint
-from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, Recorder
 from kjo_django.engine.runners.lane import LaneRunner, RolledBack
@@ -185,7 +185,7 @@ class Pipeline:
         :param deliveries: of one mode.
         :param running: those whose coroutines run on after the return are added to it.
         """
-        left, retry = deliveries, None
+        left, retry, is_ours = deliveries, None, True
         try:
             while True:
                 try:
@@ -194,12 +194,17 @@ class Pipeline:
                     retry = retry or OutageRetry(self._stopping if self._is_workers else None)
                     using = self._runtime.database
                     following = retry.after(error, using, "The group cannot be settled", 1)
+                    self._watch.check()
                     # Of all of the group: of a COMMIT without an answer, steps that had joined it,
                     # too.
                     left = _unsettled(deliveries, running)
                     # What a database that is there refuses again and again must not keep a lane.
                     if following is not Next.AGAIN:
                         return self._defer(left)
+                    self._leases.give_back_rows(left)  # it is admitted anew
+        except RunAbandoned:
+            is_ours = False  # whoever gave this thread up has taken the group from it
+            raise
         except Exception:
             if not self._is_workers:
                 raise
@@ -209,17 +214,19 @@ class Pipeline:
             logger.exception("A group of %d failed", len(left))
             return left
         except BaseException:
-            if not self._watch.is_abandoned:
-                self._leases.spend(deliveries)  # or what ends a run like this would do so for ever
+            # What ends a run like this would do so for ever.
+            self._leases.spend(_unsettled(deliveries, running))
             raise
         finally:
-            mine = [d for d in deliveries if not d.is_settled and not (running and d in running)]
-            if mine and not self._watch.is_abandoned:  # else ``abandon`` has given it back
+            owned = self._leases.owned
+            mine = [d for d in deliveries if d in owned and not (running and d in running)]
+            if mine and is_ours and not self._watch.is_abandoned:
                 self._give_back(mine)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back all that deliveries still own."""
-        if self._leases.give_back(deliveries) and self._leases.freed:
+        self._leases.give_back(deliveries)
+        if self._leases.freed:
             self.limiter.release_freed()
 
     def _run_once(
@@ -253,7 +260,9 @@ class Pipeline:
                 delivery.deliveries = 1
             waiting = self._run_claimed(left, running)
         elif is_orphan and claims[0] == Claim(True, left[0].deliveries):
-            waiting = self._run_orphan(left[0])
+            # It may have killed a worker. It takes no other orphan with it, so each death costs an
+            # innocent one an attempt only the first time they meet.
+            waiting = self._run_claimed(left, None)
         else:
             waiting = self._run_sorted(left, claims, held_back, running)
         if waiting:
@@ -347,7 +356,7 @@ class Pipeline:
                 logger.debug(why, delivery.lease, extra=facts_of(delivery))
                 deferred += held_back.defer([delivery])
         if orphans:
-            self._leases.give_back(orphans)  # or a crash of the others would count for them
+            self._leases.give_back(deferred)  # or a crash of the others would count for them
             for delivery in orphans:
                 delivery.is_orphan = True
                 # As many as there are once it is claimed for its own run.
@@ -364,14 +373,6 @@ class Pipeline:
             # They count all the same, and that is what matters.
             logger.warning("Lost attempts of %d jobs are not noted: %s", len(orphans), error)
             drop_broken_connections()
-
-    def _run_orphan(self, delivery: Delivery) -> list[Delivery]:
-        """Run what was being run when a worker died; returns it if it is deferred.
-
-        It may have killed that worker. It takes no other orphan with it, so each death costs an
-        innocent one an attempt only the first time they meet.
-        """
-        return self._run_claimed([delivery], None)
 
     # --- Admit, run and record, in the group's transaction ----------------------------------------
 
@@ -754,6 +755,7 @@ class Pipeline:
                 self._recorder.forget(ended)
                 ended.settle()
             not_begun = [a.delivery for a in attempts if a.ending is None]
+            self._leases.give_back_rows(not_begun)
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
             # As many as fit into the budget: each that does not is admitted twice.
             size = max(1, len(part) - len(not_begun))
@@ -770,7 +772,11 @@ class Pipeline:
         self._take_permits(attempts)
         if admitted := [attempt for attempt in attempts if attempt.ending is None]:
             running.update(attempt.delivery for attempt in admitted)
-            loop.run(admitted)
+            try:
+                loop.run(admitted)
+            except BaseException:
+                running.difference_update(attempt.delivery for attempt in admitted)
+                raise
         return self._settle([a for a in attempts if a.delivery not in running])
 
     def _take_permits(self, attempts: Sequence[Attempt]) -> None:

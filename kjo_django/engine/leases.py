@@ -42,8 +42,8 @@ RELEASED_AT_ONCE = 500
 class Owned:
     """What a delivery owns."""
 
-    begun: int = 0
-    """Number of times that its message was begun, this one included; 0 without a lease."""
+    claims: int = 0
+    """Number of claims of its lease since the last durable outcome; 0: it owns none."""
     row: UUID | None = None
     """The job whose row it has leased."""
     is_spent: bool = False
@@ -115,6 +115,10 @@ class LeaseBook:
         """
         ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
+            # They own the slots that may be taken for them when it answers again.
+            for delivery in deliveries:
+                owned = self.owned.setdefault(delivery, Owned())
+                owned.claims = owned.claims or 1
             return [FIRST_CLAIM] * len(names)
         if self._unreleased or self._leaving:
             with self._lock:
@@ -134,7 +138,7 @@ class LeaseBook:
         acquired = []
         for delivery, claim in zip(deliveries, claims, strict=True):
             if claim.acquired:
-                self.owned.setdefault(delivery, Owned()).begun = claim.deliveries
+                self.owned.setdefault(delivery, Owned()).claims = claim.deliveries
                 acquired.append(delivery.lease)
         with self._lock:
             self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
@@ -149,22 +153,18 @@ class LeaseBook:
         first: dict[UUID, Delivery] = {}
         for delivery, row in rows.items():
             first.setdefault(row.id, delivery)
-        again = {id for id, each in first.items() if each in self.owned and self.owned[each].row}
-        new = self.hold_rows(first.keys() - again)
+        new = self.hold_rows(first)
         leased: set[UUID] = set()
         now = CLOCK.now()
         try:
             leased = self._store.take_row_leases(
-                [rows[delivery] for id, delivery in first.items() if id in new or id in again],
+                [rows[delivery] for id, delivery in first.items() if id in new],
                 self.token,
                 now,
                 now + self.ttl,
             )
         finally:
             self.let_rows_go(new - leased)
-        for id in again - leased:
-            self.owned[first[id]].row = None
-        self.let_rows_go(again - leased)
         for id in leased:
             self.owned.setdefault(first[id], Owned()).row = id
         return {first[id] for id in leased}
@@ -178,7 +178,7 @@ class LeaseBook:
     def settle(self, deliveries: Iterable[Delivery]) -> None:
         """Give up what deliveries own whose outcomes are durable."""
         left = self._take_out(deliveries)
-        if names := [delivery.lease for delivery, owned in left if owned.begun]:
+        if names := [delivery.lease for delivery, owned in left if owned.claims]:
             self.release(names)
         self.let_rows_go(owned.row for _, owned in left if owned.row)
 
@@ -194,7 +194,8 @@ class LeaseBook:
             return False
         began = self._clock.monotonic()
         # Steps that have joined the transaction were not claimed.
-        names = [delivery.lease for delivery in deliveries if delivery in self.owned]
+        owning = [delivery for delivery in deliveries if delivery in self.owned]
+        names = [delivery.lease for delivery in owning if delivery.lease in self._held]
         if self._slots:
             with self._lock:
                 names += [slot for name in names for slot in self._slots.get(name, ())]
@@ -214,25 +215,41 @@ class LeaseBook:
             for name in (*names, *self._slots_of(names)) if self._slots else names:
                 self._held.pop(name, None)
 
-    def give_back(self, deliveries: Iterable[Delivery]) -> bool:
-        """Give back all that deliveries still own, for others to have it; return whether that is
-        anything. Those that have not begun are counted as they were before their claim. An outage
-        is not raised.
+    def give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give back all that deliveries still own, for others to have it. An outage is not raised.
+
+        What dead workers have begun stays counted, unless the attempt has ended here.
         """
-        left = self._take_out(deliveries)
-        claimed = [(delivery.lease, owned) for delivery, owned in left if owned.begun]
-        self.release([n for n, owned in claimed if owned.begun == 1 and not owned.is_spent])
-        begun_before = [n for n, owned in claimed if owned.begun > 1 and not owned.is_spent]
-        self.release(begun_before, undo_claim=True)
-        self.release([n for n, owned in claimed if owned.is_spent], count_delivery=True)
-        ids = [owned.row for _, owned in left if owned.row]
-        self.let_rows_go(ids)
+        self.give_back_rows(deliveries)
+        known: list[str] = []
+        counted: list[str] = []
+        spent: list[str] = []
+        for delivery, owned in self._take_out(deliveries):
+            if not owned.claims:
+                continue
+            if delivery.is_settled or (delivery.attempt is not None and not owned.is_spent):
+                known.append(delivery.lease)
+            elif owned.is_spent:
+                spent.append(delivery.lease)
+            else:
+                (counted if owned.claims > 1 else known).append(delivery.lease)
+        self.release(known)
+        self.release(counted, undo_claim=True)
+        self.release(spent, count_delivery=True)
+
+    def give_back_rows(self, deliveries: Iterable[Delivery]) -> None:
+        """Give back the leases in rows that deliveries still own. An outage is not raised."""
+        left = [owned for each in deliveries if (owned := self.owned.get(each)) and owned.row]
+        ids = [owned.row for owned in left if owned.row]
         try:
             self._store.release_row_leases(ids, self.token)
         except (DatabaseError, InterfaceError, OSError) as error:
             logger.warning("Leases of %d jobs expire by themselves: %s", len(ids), error)
             drop_broken_connections()
-        return bool(left)
+        for owned in left:
+            owned.row = None
+        # Not before: another lane might lease them meanwhile, under the same token.
+        self.let_rows_go(ids)
 
     def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
         popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)

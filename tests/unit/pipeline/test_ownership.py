@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 from django.db import OperationalError
 
+from kjo_django.coordination.base import Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, as_job, entries, make_everything_due
+from tests.unit.deliveries import Bench, Mode, Silent, as_job, entries, make_everything_due
 
 COUNT = 3
 
@@ -176,6 +179,127 @@ def test_of_a_group_in_which_a_step_fails(
     bench.run_until_done()
     assert {name for name in entries() if name.startswith("returns")} == {"returns 0", "returns 2"}
     assert not leases()
+
+
+@pytest.mark.usefixtures("forgotten_definitions")
+def test_of_a_slot_that_was_taken_after_the_claim_was_not_even_asked_for(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coordination answers again between the claim and the question for a slot."""
+    claim, breaker = bench.leases.claim, bench.leases._breaker
+
+    def claims_while_away(*arguments: Any) -> list[Claim]:
+        with monkeypatch.context() as patch:
+            patch.setattr(breaker, "is_open", lambda: True)
+            return claim(*arguments)
+
+    monkeypatch.setattr(bench.leases, "claim", claims_while_away)
+    ran: list[str] = []
+    as_job(ran.append, name="bench.slots", concurrency=1).enqueue(item="a")
+    assert bench.run() == []
+    assert ran == ["a"]
+    assert not bench.leases._slots
+    assert not list(get_coordination().names("SLOT:"))
+
+
+def test_an_attempt_that_is_recorded_later_leaves_no_count_of_the_crash_before_it(
+    bench: Bench, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt was taken for one that a worker had died with."""
+    # Given a job that a worker has died with, and whose failure cannot be recorded
+    work(max_attempts=9).enqueue(job="fails")
+    deliveries = bench.poll()
+    get_coordination().claim([deliveries[0].lease], "dead", timedelta(minutes=5))
+    with monkeypatch.context() as patch:
+        patch.setattr(failures, "record_failures", raising)
+        assert bench.run(deliveries) == deliveries
+    # When it is recorded
+    bench.stopping.waits = 0
+    assert bench.run(deliveries) == []
+    attempts = Job.objects.get().attempts
+    # Then the next attempt is one more
+    make_everything_due()
+    bench.run()
+    assert Job.objects.get().attempts == attempts + 1
+    assert not leases()
+
+
+def test_of_what_is_settled_beside_what_cannot_be_acknowledged(
+    bench: Bench, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A durable outcome was kept like one that has begun and has none."""
+
+    class Exits(Silent):
+        def acknowledge(self, records: Any) -> None:
+            raise SystemExit
+
+    definition = work()
+    for number in range(2):
+        definition.enqueue(job=str(number))
+    first, second = bench.poll()
+    second.subscription = Exits()
+    monkeypatch.setattr(get_coordination(), "releases_within", None, raising=False)
+    if first.mode is Mode.CONCURRENT:
+        return  # the thread that would meet it is the recorder's
+    with suppress(SystemExit):
+        bench.run([first, second])
+    assert not bench.owned()
+    (claim,) = get_coordination().claim([first.lease], "next", timedelta(minutes=1))
+    assert claim.deliveries == 1
+
+
+def test_of_a_thread_that_was_given_up_and_of_coroutines_that_run_nothing_is_taken(
+    bench: Bench, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their owner is another thread by now."""
+    work().enqueue_many([{"job": "a"}, {"job": "b"}])
+    deliveries = bench.poll()
+
+    def ends(error: BaseException) -> Callable[..., Any]:
+        def run(group: Any, running: set[Delivery]) -> Any:
+            bench.leases.claim(group)
+            running.update(group[:1])
+            raise error
+
+        return run
+
+    with monkeypatch.context() as patch, suppress(RunAbandoned):
+        patch.setattr(bench.pipeline, "_run_once", ends(RunAbandoned()))
+        bench.pipeline.run(deliveries, set())
+    assert set(bench.leases.owned) == set(deliveries)
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(bench.pipeline, "_run_once", ends(SystemExit()))
+        bench.pipeline.run(deliveries, set())
+    assert set(bench.leases.owned) == {deliveries[0]}
+    assert not bench.leases.owned[deliveries[0]].is_spent
+    bench.leases.give_back(deliveries)
+
+
+def test_a_row_is_another_lanes_only_once_its_lease_is_given_back(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token is the same: that lane's lease was taken out of the row while its handler ran."""
+    as_job(lambda job: None, name="bench.outside", atomic=False).enqueue(job="a")
+    (delivery,) = bench.poll()
+    copy = bench.read(delivery.record)
+    rows = admission.load_rows(bench.leases.runtime, [delivery])[1]
+    assert bench.leases.lease_rows(rows) == {delivery}
+    store, answers = bench.leases.runtime.store, []
+    release = store.release_row_leases
+
+    def meanwhile(ids: Any, token: str) -> None:
+        release(ids, token)
+        answers.append(bench.leases.lease_rows({copy: rows[delivery]}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "release_row_leases", meanwhile)
+        bench.leases.give_back([delivery])
+    assert answers == [set()]
+    assert not bench.owned()
+
+
+def raising(*arguments: Any, **options: Any) -> None:
+    raise OperationalError("away")
 
 
 def _unsettled(deliveries: Sequence[Delivery]) -> list[Delivery]:
