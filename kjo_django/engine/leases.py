@@ -194,13 +194,12 @@ class LeaseBook:
             return False
         began = self._clock.monotonic()
         # Steps that have joined the transaction were not claimed.
-        owning = [delivery for delivery in deliveries if delivery in self.owned]
-        names = [delivery.lease for delivery in owning if delivery.lease in self._held]
+        names = [delivery.lease for delivery in deliveries if delivery in self.owned]
         if self._slots:
             with self._lock:
                 names += [slot for name in names for slot in self._slots.get(name, ())]
         try:
-            if names:
+            if names := [name for name in names if name in self._held]:
                 self._coordination.release(names, self.token)
         except CoordinationError as error:
             if not is_pristine(connections[using]):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from django.db import OperationalError
 
+from kjo_django import job
 from kjo_django.coordination.base import Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.attempt import Delivery
@@ -181,9 +182,8 @@ def test_of_a_group_in_which_a_step_fails(
     assert not leases()
 
 
-@pytest.mark.usefixtures("forgotten_definitions")
 def test_of_a_slot_that_was_taken_after_the_claim_was_not_even_asked_for(
-    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, transport: str, forgotten_definitions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Coordination answers again between the claim and the question for a slot."""
     claim, breaker = bench.leases.claim, bench.leases._breaker
@@ -195,7 +195,12 @@ def test_of_a_slot_that_was_taken_after_the_claim_was_not_even_asked_for(
 
     monkeypatch.setattr(bench.leases, "claim", claims_while_away)
     ran: list[str] = []
-    as_job(ran.append, name="bench.slots", concurrency=1).enqueue(item="a")
+
+    @job(name="bench.slots", queue="ledger", concurrency=1)
+    def limited(job: str) -> None:
+        ran.append(job)
+
+    limited.enqueue(job="a")
     assert bench.run() == []
     assert ran == ["a"]
     assert not bench.leases._slots
