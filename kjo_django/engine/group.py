@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -215,7 +215,7 @@ class Pipeline:
             return left
         except BaseException:
             # What ends a run like this would do so for ever.
-            self._leases.spend(_unsettled(deliveries, running))
+            self._spend(_unsettled(deliveries, running))
             raise
         finally:
             owned = self._leases.owned
@@ -228,6 +228,11 @@ class Pipeline:
         self._leases.give_back(deliveries)
         if self._leases.freed:
             self.limiter.release_freed()
+
+    def _spend(self, deliveries: Iterable[Delivery]) -> None:
+        """Let attempts count that end here without an ending, unless another thread has them."""
+        if not self._watch.is_abandoned:
+            self._leases.spend(deliveries)
 
     def _run_once(
         self, deliveries: Sequence[Delivery], running: set[Delivery] | None
@@ -282,6 +287,9 @@ class Pipeline:
         """
         try:
             return self._defer(self._judge_hung(deliveries, hung))
+        except BaseException:
+            self._leases.spend([delivery for _, _, delivery in hung])
+            raise
         finally:
             self._give_back(deliveries)
 
@@ -822,10 +830,12 @@ class Pipeline:
                     attempt.delivery.took = attempt.seconds if attempt.error is None else None
                 back = set(self._settle(some))
                 self.limiter.keep_places(back)
-            except Exception:
+            except BaseException as error:
                 # Nothing was acknowledged: they run again, and so it is seen.
-                logger.exception("%d coroutines could not be settled", len(deliveries))
                 self._leases.spend(deliveries)
+                if not isinstance(error, Exception):
+                    raise
+                logger.exception("%d coroutines could not be settled", len(deliveries))
             finally:
                 self._give_back(deliveries)
                 on_settled(deliveries, back)
@@ -1050,12 +1060,14 @@ class Pipeline:
                 call_watched(send, "Signals of what a step has ended were not sent", {})
 
     def _defer(self, deliveries: list[Delivery], *, is_spent: bool = False) -> list[Delivery]:
-        """Note what comes up again, and return it.
+        """Give back what comes up again, and return it.
 
         :param is_spent: their attempts count, though they have no ending.
         """
         if is_spent:
-            self._leases.spend(deliveries)
+            self._spend(deliveries)
+        if not self._watch.is_abandoned:
+            self._give_back(deliveries)
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
         return deliveries

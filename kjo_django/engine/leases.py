@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -138,7 +139,9 @@ class LeaseBook:
         acquired = []
         for delivery, claim in zip(deliveries, claims, strict=True):
             if claim.acquired:
-                self.owned.setdefault(delivery, Owned()).claims = claim.deliveries
+                owned = self.owned.setdefault(delivery, Owned())
+                # Not answered, it may be the second claim of a run that knew more.
+                owned.claims = max(owned.claims, claim.deliveries)
                 acquired.append(delivery.lease)
         with self._lock:
             self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
@@ -178,9 +181,9 @@ class LeaseBook:
     def settle(self, deliveries: Iterable[Delivery]) -> None:
         """Give up what deliveries own whose outcomes are durable."""
         left = self._take_out(deliveries)
+        self.let_rows_go(owned.row for _, owned in left if owned.row)
         if names := [delivery.lease for delivery, owned in left if owned.claims]:
             self.release(names)
-        self.let_rows_go(owned.row for _, owned in left if owned.row)
 
     def settle_within(self, using: str, deliveries: Sequence[Delivery]) -> bool:
         """Give the leases up with the transaction of ``using`` that makes the outcomes durable, and
@@ -219,36 +222,42 @@ class LeaseBook:
 
         What dead workers have begun stays counted, unless the attempt has ended here.
         """
-        self.give_back_rows(deliveries)
         known: list[str] = []
         counted: list[str] = []
         spent: list[str] = []
-        for delivery, owned in self._take_out(deliveries):
+        left = self._take_out(deliveries)
+        for delivery, owned in left:
             if not owned.claims:
                 continue
-            if delivery.is_settled or (delivery.attempt is not None and not owned.is_spent):
+            if delivery.is_settled or ((attempt := delivery.attempt) and attempt.must_not_run):
                 known.append(delivery.lease)
             elif owned.is_spent:
                 spent.append(delivery.lease)
             else:
-                (counted if owned.claims > 1 else known).append(delivery.lease)
-        self.release(known)
-        self.release(counted, undo_claim=True)
-        self.release(spent, count_delivery=True)
+                is_known = delivery.attempt is not None or owned.claims == 1
+                (known if is_known else counted).append(delivery.lease)
+        with ExitStack() as all_of_it:  # whatever one of them raises
+            all_of_it.callback(self.release, spent, count_delivery=True)
+            all_of_it.callback(self.release, counted, undo_claim=True)
+            all_of_it.callback(self.release, known)
+            self._give_back_rows([owned for _, owned in left])
 
     def give_back_rows(self, deliveries: Iterable[Delivery]) -> None:
         """Give back the leases in rows that deliveries still own. An outage is not raised."""
-        left = [owned for each in deliveries if (owned := self.owned.get(each)) and owned.row]
+        self._give_back_rows([self.owned[each] for each in deliveries if each in self.owned])
+
+    def _give_back_rows(self, left: Sequence[Owned]) -> None:
         ids = [owned.row for owned in left if owned.row]
         try:
             self._store.release_row_leases(ids, self.token)
         except (DatabaseError, InterfaceError, OSError) as error:
             logger.warning("Leases of %d jobs expire by themselves: %s", len(ids), error)
             drop_broken_connections()
-        for owned in left:
-            owned.row = None
-        # Not before: another lane might lease them meanwhile, under the same token.
-        self.let_rows_go(ids)
+        finally:
+            for owned in left:
+                owned.row = None
+            # Not before: another lane might lease them meanwhile, under the same token.
+            self.let_rows_go(ids)
 
     def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
         popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)

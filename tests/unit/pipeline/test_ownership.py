@@ -6,6 +6,7 @@ looks after each group, so every test of this folder is one of these, on the oth
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,11 +16,13 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django import job
-from kjo_django.coordination.base import Claim
+from kjo_django.clock import CLOCK
+from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
 from tests.ledger.models import Entry
@@ -301,6 +304,217 @@ def test_a_row_is_another_lanes_only_once_its_lease_is_given_back(
         bench.leases.give_back([delivery])
     assert answers == [set()]
     assert not bench.owned()
+
+
+# --- What counts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [SystemExit, RuntimeError])
+def test_a_failure_that_could_not_be_recorded_counts_once_whatever_ends_its_run(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """It was recorded later, and its claim counted as an attempt without an ending besides."""
+    # Given
+    as_job(failing, name="bench.fails", max_attempts=9).enqueue(job="a")
+    deliveries = bench.poll()
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        bench.stopping.waits = 1  # an outage is not waited for
+        patch.setattr(failures, "record_failures", raising)
+        patch.setattr(bench.pipeline.limiter, "keep_places", raiser(error))
+        bench.run(deliveries)
+    assert deliveries[0].attempt is not None
+    # When
+    bench.stopping.waits = 0
+    assert bench.run(deliveries) == []
+    # Then
+    assert Job.objects.get().attempts == 1
+    make_everything_due()
+    assert bench.run() == []
+    assert Job.objects.get().attempts == 2
+
+
+def test_what_was_put_off_does_not_count_where_others_of_its_group_meet_a_bug(
+    bench: Bench, another: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a job that another worker has, and one whose outcome cannot be judged
+    for name in ("theirs", "fails"):
+        as_job(failing, name="bench.atomic", max_attempts=1).enqueue(job=name)
+    theirs, guilty = deliveries = bench.poll()
+    assert theirs.message is not None
+    theirs_until = {"lease_expires_at": CLOCK.now() + timedelta(minutes=5)}
+    rows = Job.objects.filter(pk=theirs.message.job_id)
+    rows.update(lease_token=another.leases.token, **theirs_until)
+    settle = bench.pipeline._settle
+
+    def settle_others(attempts: Sequence[Attempt]) -> list[Delivery]:
+        if any(attempt.delivery is guilty for attempt in attempts):
+            raise RuntimeError("a bug")
+        return settle(attempts)
+
+    # When each is run alone
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.pipeline, "_settle", settle_others)
+        patch.setattr(bench.pipeline, "_run_in_transaction", raiser(RuntimeError))
+        left = bench.pipeline.run(deliveries)
+    # Then
+    assert set(left) == {theirs, guilty}
+    assert counted(deliveries) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [SystemExit, RuntimeError])
+def test_a_thread_that_was_given_up_lets_nothing_count_that_another_has(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    as_job(write, name="bench.atomic").enqueue(job="a")
+    deliveries = bench.poll()
+
+    def given_up(*arguments: Any) -> None:
+        bench.watch.abandon(threading.get_ident())
+        bench.leases.claim(deliveries)  # as another lane does meanwhile
+        raise error
+
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(bench.pipeline, "_run_once", given_up)
+        try:
+            bench.pipeline.run(deliveries)
+        finally:
+            bench.watch.forget(threading.get_ident())
+    assert not bench.leases.owned[deliveries[0]].is_spent
+    bench.leases.give_back(deliveries)
+
+
+def test_a_coroutine_counts_whose_settling_ends_the_recorder(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(job: str) -> None: ...
+
+    as_job(run, name="bench.coroutine", atomic=False).enqueue(job="a")
+    deliveries = bench.poll()
+    bench.leases.claim(deliveries)
+    attempts = [Attempt(each) for each in deliveries]
+    monkeypatch.setattr(bench.pipeline, "_settle", raiser(SystemExit))
+    with suppress(SystemExit):
+        bench.pipeline._settle_coroutines(lambda *_: None, attempts)
+    assert counted(deliveries) == [2]
+
+
+def test_a_handler_that_hangs_counts_where_it_cannot_be_judged(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_job(write, name="bench.atomic").enqueue_many([{"job": "hangs"}, {"job": "waits"}])
+    deliveries = bench.poll()
+    bench.leases.claim(deliveries)
+    context: Any = None  # nothing comes so far as to look at it
+    with monkeypatch.context() as patch, suppress(OperationalError):
+        patch.setattr(admission, "load_rows", raising)
+        bench.pipeline.abandon(deliveries, [(context, 9.0, deliveries[0])])
+    assert not bench.leases.owned
+    assert counted(deliveries) == [2, 1]
+
+
+def test_a_claim_that_is_not_answered_forgets_no_death(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a job whose worker has died
+    as_job(write, name="bench.atomic").enqueue(job="a")
+    deliveries = bench.poll()
+    get_coordination().claim([deliveries[0].lease], "dead", timedelta(minutes=5))
+    get_coordination().release([deliveries[0].lease], "dead", count_delivery=True)
+    assert [claim.deliveries for claim in bench.leases.claim(deliveries)] == [2]
+    # When its group is admitted anew, and coordination has gone away
+    with monkeypatch.context() as patch:
+        patch.setattr(get_coordination(), "claim", raiser(CoordinationError))
+        assert bench.leases.claim(deliveries) == [FIRST_CLAIM]
+    bench.leases.give_back(deliveries)
+    # Then
+    assert counted(deliveries) == [2]
+
+
+# --- What raises while it is given back -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+@pytest.mark.parametrize("run", ["returns", "fails"])
+def test_a_release_that_raises_keeps_no_lease(
+    bench: Bench,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+    run: str,
+    error: type[BaseException],
+) -> None:
+    function = failing if run == "fails" else write
+    as_job(function, name="bench.plain", atomic=False).enqueue(job="a")
+    deliveries = bench.poll()
+    release, errors = get_coordination().release, [error()]
+
+    def raise_once(*arguments: Any, **options: Any) -> None:
+        if errors:
+            raise errors.pop()
+        release(*arguments, **options)
+
+    with monkeypatch.context() as patch, suppress(error):
+        patch.setattr(get_coordination(), "release", raise_once)
+        bench.pipeline.run(deliveries, set())
+    assert not errors
+    assert not bench.owned()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_row_whose_release_raises_is_renewed_no_longer(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    as_job(write, name="bench.plain", atomic=False).enqueue(job="a")
+    deliveries = bench.poll()
+    with monkeypatch.context() as patch, suppress(error):
+        patch.setattr(recorder, "record_completions", raiser(error))
+        patch.setattr(bench.leases.runtime.store, "release_row_leases", raiser(error))
+        bench.pipeline.run(deliveries, set())
+    assert not bench.owned()
+
+
+def test_of_several_releases_one_that_raises_keeps_no_other_from_its_own(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two claims, of which one is spent: they are released in different ways
+    as_job(write, name="bench.atomic").enqueue_many([{"job": "a"}, {"job": "b"}])
+    deliveries = bench.poll()
+    bench.leases.claim(deliveries)
+    bench.leases.spend(deliveries[1:])
+    errors = [RuntimeError()]
+
+    def raise_once(*arguments: Any, **options: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    with monkeypatch.context() as patch, suppress(RuntimeError):
+        patch.setattr(get_coordination(), "release", raise_once)
+        bench.leases.give_back(deliveries)
+    assert not errors
+    assert not bench.owned()
+
+
+def counted(deliveries: Sequence[Delivery]) -> list[int]:
+    """Return which claim of each delivery the next one is."""
+    names = [delivery.lease for delivery in deliveries]
+    claims = get_coordination().claim(names, "next", timedelta(minutes=1))
+    return [claim.deliveries for claim in claims]
+
+
+def write(job: str) -> None:
+    Entry.objects.create(job=job)
+
+
+def failing(job: str) -> None:
+    raise Refused(job)
+
+
+def raiser(error: type[BaseException]) -> Callable[..., Any]:
+    """Return a function that raises that, whatever it is called with."""
+
+    def raise_it(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    return raise_it
 
 
 def raising(*arguments: Any, **options: Any) -> None:
