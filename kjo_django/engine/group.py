@@ -837,8 +837,10 @@ class Pipeline:
                     raise
                 logger.exception("%d coroutines could not be settled", len(deliveries))
             finally:
-                self._give_back(deliveries)
-                on_settled(deliveries, back)
+                try:
+                    self._give_back(deliveries)
+                finally:
+                    on_settled(deliveries, back)
         return []
 
     # --- Record -----------------------------------------------------------------------------------

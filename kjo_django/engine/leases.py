@@ -136,15 +136,16 @@ class LeaseBook:
             claims = [FIRST_CLAIM] * len(names)
         else:
             self._breaker.record_success()
-        acquired = []
-        for delivery, claim in zip(deliveries, claims, strict=True):
-            if claim.acquired:
-                owned = self.owned.setdefault(delivery, Owned())
-                # Not answered, it may be the second claim of a run that knew more.
-                owned.claims = max(owned.claims, claim.deliveries)
-                acquired.append(delivery.lease)
+        each = zip(deliveries, claims, strict=True)
+        acquired = [(delivery, claim.deliveries) for delivery, claim in each if claim.acquired]
+        counts = Counter(delivery.lease for delivery, _ in acquired)
         with self._lock:
-            self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
+            self._held.update((name, (ttl, count)) for name, count in counts.items())
+        # Not before: who settles one of them meanwhile would leave its lease without an owner.
+        for delivery, count in acquired:
+            owned = self.owned.setdefault(delivery, Owned())
+            # Not answered, it may be the second claim of a run that knew more.
+            owned.claims = max(owned.claims, count)
         return claims
 
     def lease_rows(self, rows: Mapping[Delivery, JobRow]) -> set[Delivery]:
