@@ -147,6 +147,8 @@ class Pipeline:
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
+        self._ended: dict[EndedQueue, Sequence[Delivery]] = {}
+        """Queues of groups whose handlers are called outside a transaction, and these groups."""
         self._recorder = Recorder(on_thread)
         self._lane = LaneRunner(
             runtime,
@@ -282,10 +284,18 @@ class Pipeline:
         """Judge handlers that have hung as failed, and take their group from the thread that ran
         it; returns what is to come up again: that settles the failures, and runs the others.
 
+        What had ended before them is settled here, or by the recorder, which is waited for: it
+        would run again.
+
         :param deliveries: the group, whose thread has no database session any more.
         :param hung: the runs that did not end, and for how many seconds they have lasted.
         """
         try:
+            for ended, group in list(self._ended.items()):
+                if not set(group).isdisjoint(deliveries):
+                    self._ended.pop(ended, None)
+                    self._recorder.forget(ended)
+                    ended.settle()
             return self._defer(self._judge_hung(deliveries, hung))
         except BaseException:
             self._leases.spend([delivery for _, _, delivery in hung])
@@ -731,6 +741,22 @@ class Pipeline:
             return self._start_coroutines(self._loop, deliveries, running)
         budget = self._runtime.settings.group_budget.total_seconds()
         ended = EndedQueue(self._settle, budget, self._recorder if self._is_workers else None)
+        self._ended[ended] = deliveries
+        try:
+            left = self._run_parts(deliveries, ended, budget)
+        finally:
+            if not self._watch.is_abandoned:  # else ``abandon`` looks for it
+                self._ended.pop(ended, None)
+        return ended.deferred + left
+
+    def _run_parts(
+        self, deliveries: list[Delivery], ended: EndedQueue, budget: float
+    ) -> list[Delivery]:
+        """Admit, run and settle one part of a group after the other; returns what was not run.
+
+        :param ended: takes what has ended, and the deferred among it.
+        :param budget: seconds for which an admission is good.
+        """
         left, size, has_begun, retry = deliveries, len(deliveries), False, None
         while left and not (has_begun and self._stopping.is_set()):
             ended.deferred += [d for d in left if ended.held_back.covers(d)]
@@ -770,7 +796,7 @@ class Pipeline:
             if time.monotonic() - admitted_at < budget / 2:
                 size *= 2
             left = not_begun + left[len(part) :]
-        return ended.deferred + left
+        return left
 
     def _start_coroutines(
         self, loop: LoopRunner, deliveries: Sequence[Delivery], running: set[Delivery]

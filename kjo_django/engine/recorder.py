@@ -26,6 +26,7 @@ from kjo_django.engine.handler.connections import (
     drop_broken_connections,
     is_busy,
 )
+from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.exceptions import PublishError
 from kjo_django.logs import get_logger
 from kjo_django.models import Job, transition
@@ -379,7 +380,8 @@ class EndedQueue:
     def settle(self, *, again: bool = False) -> None:
         """Settle what waits here; if another thread does, wait for it.
 
-        :param again: what could not be settled is put back, for another thread.
+        :param again: what could not be settled is put back, for another thread. What a thread that
+            was given up has taken is put back in any case.
         """
         with self._settling:
             taken = [self._ended.popleft() for _ in range(len(self._ended))]
@@ -389,8 +391,8 @@ class EndedQueue:
                 return
             try:
                 self.deferred += self.held_back.defer(self._settle(ended))
-            except BaseException:
-                if again:
+            except BaseException as error:
+                if again or isinstance(error, RunAbandoned):
                     self._ended.extendleft(reversed(taken))
                 raise
 

@@ -144,8 +144,11 @@ class Bench:
         return deferred
 
     def owned(self) -> list[str]:
-        """Return the leases that the worker renews, and the jobs whose rows it has leased."""
-        return [*self.leases._held, *map(str, self.leases.held_rows())]
+        """Return the leases that the worker renews or whose slots it has, those of deliveries that
+        own anything, and the jobs whose rows it has leased."""
+        leases = self.leases
+        names = [*leases._held, *leases._slots, *(delivery.lease for delivery in leases.owned)]
+        return [*names, *map(str, leases.held_rows())]
 
     def _note_settled(self, deliveries: Sequence[Delivery], deferred: Collection[Delivery]) -> None:
         with self._has_ended:

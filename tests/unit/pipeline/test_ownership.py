@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connections
 
 from kjo_django import job
 from kjo_django.clock import CLOCK
@@ -21,12 +21,14 @@ from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.timeouts import RunAbandoned
+from kjo_django.engine.recorder import EndedQueue
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, Mode, Silent, as_job, entries, make_everything_due
+from tests.waiting import PATIENCE, wait_until
 
 COUNT = 3
 
@@ -131,6 +133,8 @@ POINTS = {
     "judgement": (failures, "judge"),
     "failure": (failures, "record_failures"),
     "announcement": ("pipeline", "_announce"),
+    "release": ("coordination", "release"),
+    "release of rows": ("store", "release_row_leases"),
 }
 ERRORS = [OperationalError, RuntimeError, SystemExit]
 
@@ -155,6 +159,7 @@ def test_of_a_group_in_which_a_step_fails(
         "store": bench.leases.runtime.store,
         "subscription": bench.subscription,
         "pipeline": bench.pipeline,
+        "coordination": get_coordination(),
     }
     where = places.get(owner, owner)  # type: ignore[call-overload]
     step, left = getattr(where, name), [error("broken")] * times
@@ -430,6 +435,147 @@ def test_a_claim_that_is_not_answered_forgets_no_death(
     assert counted(deliveries) == [2]
 
 
+# --- A thread that is given up --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["the recorder settles it", "it waits", "the thread is back"])
+def test_what_ended_before_a_handler_hung_does_not_run_again(
+    bench: Bench, transport: str, settings: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """All of its group was given back, with what was just being recorded."""
+    is_recorders = when == "the recorder settles it"
+    settings.KJO = {**settings.KJO, "GROUP_BUDGET": 0.2 if is_recorders else 3600.0}
+    monkeypatch.setattr(recorder, "UNRECORDED", 0.9)
+    worker = Bench(worker="hangs")  # with this budget
+    ran, left = list[str](), list[Delivery]()
+    hangs, ends, asked, answers, waits = (threading.Event() for _ in range(5))
+
+    def work(job: str) -> None:
+        ran.append(job)
+        if job == "hangs":
+            hangs.set()
+            ends.wait(PATIENCE)
+
+    record, settle = recorder.record_completions, EndedQueue.settle
+
+    def record_slowly(*arguments: Any, **options: Any) -> None:
+        if threading.current_thread().name == "kjo-recorder":
+            asked.set()
+            answers.wait(PATIENCE)
+        record(*arguments, **options)
+
+    def settle_and_say(queue: EndedQueue, **options: Any) -> None:
+        if threading.current_thread().name == "next":
+            waits.set()
+        settle(queue, **options)
+
+    monkeypatch.setattr(recorder, "record_completions", record_slowly)
+    monkeypatch.setattr(EndedQueue, "settle", settle_and_say)
+    definition = as_job(work, name="bench.outside", atomic=False)
+    definition.enqueue_many([{"job": "first"}, {"job": "hangs"}])
+    deliveries = worker.poll()
+
+    def run() -> None:
+        try:
+            with suppress(RunAbandoned):
+                worker.pipeline.run(deliveries)
+        finally:
+            worker.watch.forget(threading.get_ident())
+
+    def abandon() -> None:
+        left.extend(worker.pipeline.abandon(deliveries, []))
+
+    lane = in_thread(run, "lane")
+    try:
+        # Given a group of which one handler has run, and another one hangs
+        assert hangs.wait(PATIENCE)
+        assert not is_recorders or asked.wait(PATIENCE)
+        # When its thread is given up
+        assert lane.ident is not None
+        worker.watch.abandon(lane.ident)
+        if when == "the thread is back":
+            ends.set()
+            lane.join(PATIENCE)
+        next_lane = in_thread(abandon, "next")
+        wait_until(lambda: waits.is_set() or not next_lane.is_alive())
+        answers.set()
+        next_lane.join(PATIENCE)
+        # Then only the other one runs again
+        assert left == deliveries[1:]
+        ends.set()
+        assert worker.pipeline.run(left) == []
+    finally:
+        for event in (answers, ends):
+            event.set()
+        lane.join(PATIENCE)
+        worker.close()
+    assert ran == ["first", "hangs", "hangs"]
+    assert not worker.owned()
+    assert not worker.pipeline._ended
+    assert [job.attempts for job in Job.objects.order_by("created_at")] == [1, 1]
+
+
+def test_a_thread_that_was_given_up_does_not_go_on_after_an_outage(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own session is closed; its group is another thread's."""
+    as_job(write, name="bench.plain", atomic=False).enqueue(job="a")
+    deliveries, errors = bench.poll(), [OperationalError("closed")]
+
+    def given_up(*arguments: Any) -> list[Delivery]:
+        bench.watch.abandon(threading.get_ident())
+        bench.leases.claim(deliveries)  # as another lane does meanwhile
+        if errors:
+            raise errors.pop()
+        return []
+
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    with monkeypatch.context() as patch, pytest.raises(RunAbandoned):
+        patch.setattr(bench.pipeline, "_run_once", given_up)
+        try:
+            bench.pipeline.run(deliveries)
+        finally:
+            bench.watch.forget(threading.get_ident())
+    assert set(bench.leases.owned) == set(deliveries)
+    bench.leases.give_back(deliveries)
+
+
+def test_after_an_outage_jobs_run_that_had_been_leased_before_it(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows were taken for another delivery's, and they waited."""
+    as_job(write, name="bench.plain", atomic=False).enqueue_many([{"job": "a"}, {"job": "b"}])
+    run, errors = bench.pipeline._lane.run_leased, [OperationalError("away")]
+
+    def run_later(*arguments: Any) -> None:
+        if errors:
+            raise errors.pop()
+        run(*arguments)
+
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    monkeypatch.setattr(bench.pipeline._lane, "run_leased", run_later)
+    assert bench.run() == []
+    assert entries() == {"a": 1, "b": 1}
+
+
+def test_a_slot_that_is_given_back_releases_the_next_in_line(
+    bench: Bench, transport: str, forgotten_definitions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two jobs that share a slot, of which one has it and the other waits
+    @job(name="bench.slots", queue="ledger", concurrency=1, atomic=False, max_attempts=9)
+    def limited(job: str) -> None: ...
+
+    limited.enqueue_many([{"job": "a"}, {"job": "b"}])
+    # When the run of the first breaks off
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(recorder, "record_completions", raiser(SystemExit))
+        bench.run()
+    # Then the other one is released
+    assert not bench.leases.freed
+    assert not bench.owned()
+    assert not Job.objects.filter(state="waiting").exists()
+
+
 # --- What raises while it is given back -----------------------------------------------------------
 
 
@@ -498,6 +644,20 @@ def counted(deliveries: Sequence[Delivery]) -> list[int]:
     names = [delivery.lease for delivery in deliveries]
     claims = get_coordination().claim(names, "next", timedelta(minutes=1))
     return [claim.deliveries for claim in claims]
+
+
+def in_thread(function: Callable[[], None], name: str) -> threading.Thread:
+    """Call a function in a thread of this name."""
+
+    def call() -> None:
+        try:
+            function()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=call, name=name)
+    thread.start()
+    return thread
 
 
 def write(job: str) -> None:
