@@ -133,12 +133,12 @@ POINTS = {
     "judgement": (failures, "judge"),
     "failure": (failures, "record_failures"),
     "announcement": ("pipeline", "_announce"),
-    "release": ("coordination", "release"),
     "release of rows": ("store", "release_row_leases"),
 }
 ERRORS = [OperationalError, RuntimeError, SystemExit]
 
 
+@pytest.mark.large("always", "database", "without savepoints", "plain batch")  # as others, mostly
 @pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("point", POINTS)
@@ -159,7 +159,6 @@ def test_of_a_group_in_which_a_step_fails(
         "store": bench.leases.runtime.store,
         "subscription": bench.subscription,
         "pipeline": bench.pipeline,
-        "coordination": get_coordination(),
     }
     where = places.get(owner, owner)  # type: ignore[call-overload]
     step, left = getattr(where, name), [error("broken")] * times
