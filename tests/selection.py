@@ -12,6 +12,9 @@ import pytest
 
 from tests.tiers import NAMES, Tier, is_case, tier_of, tier_of_folder
 
+MARKED = re.compile(r"\bmark\.(small|medium)\b")
+"""Is in each module of large tests that has others, too."""
+
 SLOW = 5.0
 """Seconds after which a test of a tier that is run often is named at the end of the run."""
 
@@ -58,12 +61,21 @@ def refuse_unknown_markers(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave folders alone that have no small test, where only those are wanted: to import all
-    tests takes longer than to run some."""
-    if NAMES[config.option.tier] is not Tier.SMALL or is_marked(config):
-        return None
-    path = os.path.relpath(collection_path, config.rootpath)
-    return tier_of_folder(path) is not Tier.SMALL or None
+    """Leave alone what has no test of the wanted tier: to import all tests takes longer than to run
+    some."""
+    return has_none_wanted(collection_path, config) or None
+
+
+def has_none_wanted(path: Path, config: pytest.Config) -> bool:
+    """Return whether it is known of a folder or module, without importing it, that none of its
+    tests is of the wanted tier."""
+    wanted = NAMES[config.option.tier]
+    tier = tier_of_folder(os.path.relpath(path, config.rootpath))
+    if wanted.includes(tier) or is_marked(config):
+        return False
+    if wanted is Tier.SMALL:  # these have folders of their own, but for very few
+        return True
+    return path.suffix == ".py" and not MARKED.search(path.read_text())
 
 
 @pytest.hookimpl(trylast=True)

@@ -448,6 +448,35 @@ def test_a_marker_of_a_tier_for_a_case_that_there_is_not_is_refused(suite: Suite
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize(
+    ("tier", "path", "text", "is_left_alone"),
+    [
+        ("medium", "tests/mixed/test_one.py", "@pytest.mark.long\ndef test(): ...", True),
+        ("medium", "tests/mixed/test_one.py", "@pytest.mark.medium\ndef test(): ...", False),
+        ("medium", "tests/mixed/test_one.py", "pytestmark = [pytest.mark.small]", False),
+        ("medium", "tests/unit/test_one.py", "pytestmark = pytest.mark.large", False),
+        ("medium", "tests/mixed", None, False),
+        ("large", "tests/mixed/test_one.py", "", False),
+        ("small", "tests/mixed", None, True),
+        ("small", "tests/api", None, True),
+    ],
+)
+def test_modules_without_a_test_of_the_tier_are_not_imported(
+    tmp_path: Path, tier: str, path: str, text: str | None, is_left_alone: bool
+) -> None:
+    module = tmp_path / path
+    (module if text is None else module.parent).mkdir(parents=True)
+    if text is not None:
+        module.write_text(text)
+    option = SimpleNamespace(tier=tier, markexpr="not long")
+    usual = ["-m", "not long"]
+    config: Any = SimpleNamespace(rootpath=tmp_path, option=option, getini=lambda name: usual)
+    assert selection.has_none_wanted(module, config) is is_left_alone
+    option.markexpr = "kafka"  # then each test is asked
+    assert not selection.has_none_wanted(module, config)
+
+
+@pytest.mark.medium
 def test_slow_tests_are_spread_among_the_others_and_none_is_left_for_the_end() -> None:
     names = [f"unit/{number}" for number in range(10)] + [f"mixed/{letter}" for letter in "abcd"]
     items: list[Any] = [Item(f"tests/{name}::test_it") for name in names]
