@@ -252,6 +252,8 @@ def emptied(engine: str, url: str) -> Iterator[None]:
         forget(url)
         empty(engine, url)
     with led_to(settings_of(url)):
+        # What is asked in each new session of a worker's process is not counted by any test.
+        connections[DEFAULT].ensure_connection()
         yield
 
 
