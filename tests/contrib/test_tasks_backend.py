@@ -36,6 +36,7 @@ from kjo_django.coordination.base import lease_name
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.exceptions import JobExistsError, PayloadError
 from kjo_django.ids import uuid7
+from kjo_django.logs import FOREIGN
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
 from kjo_django.operations import jobs as operations
 from kjo_django.runtime import current_runtime
@@ -556,9 +557,15 @@ class Broken(logging.Handler):
 
 
 @pytest.mark.parametrize("name", ["write", "write_async"])
-def test_logging_that_raises_fails_no_task(tasks: Any, work: Work, name: str) -> None:
-    """The framework logs with each of its signals, and Django what their receivers raise."""
+def test_logging_that_raises_fails_no_task(
+    tasks: Any, work: Work, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework logs with each of its signals, and Django what their receivers raise: also in a
+    process that has not run jobs, and enqueues one."""
     # Given
+    for other in FOREIGN:
+        if "handle" in vars(logger := logging.getLogger(other)):
+            monkeypatch.delattr(logger, "handle")
     broken = Broken()
     logging.root.addHandler(broken)
 

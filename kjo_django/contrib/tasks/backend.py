@@ -41,6 +41,7 @@ from kjo_django.contrib.tasks.definition import (
     TaskCall,
     find_task,
 )
+from kjo_django.logs import contained
 from kjo_django.messages import headers as names
 from kjo_django.values import did_you_mean
 
@@ -96,7 +97,9 @@ class KJOBackend(BaseTaskBackend):
             raise TypeError(f"{task.module_path}: {error}") from None
         result: KJOTaskResult = results.store_task(self, task, args, kwargs)
         if result.is_new:
-            task_enqueued.send_robust(sender=type(self), task_result=result)
+            # The task is stored: that a receiver's error cannot be logged must not be its error.
+            with contained("task_enqueued"):
+                task_enqueued.send_robust(sender=type(self), task_result=result)
         return result
 
     def get_result(self, result_id: str) -> KJOTaskResult:
