@@ -21,6 +21,8 @@ SLEEP_REASON = re.compile(r"#\s*sleep: \S")
 LOOP_REASON = re.compile(r"#\s*timed loop: \S")
 """Ends the line of a loop that looks at the clock, or is before it, and says why it is no wait for
 a state."""
+MOMENT = re.compile(r"\bnow\(\)\s*\+")
+"""A moment to come."""
 WAITS = {"join", "result", "wait"}
 """Methods of threads, processes, events and futures that wait for so many seconds."""
 WAITS_SECONDS = re.compile(rf"\.({'|'.join(sorted(WAITS))})\(\d")
@@ -45,7 +47,7 @@ def findings(source: str, measuring: Collection[str] = ()) -> list[Finding]:
 
     :param measuring: names of functions, of any module, that return how much time has passed.
     """
-    is_about_time = _is_about_time(source, measuring)
+    is_about_time = _is_about_time(source, measuring) or bool(MOMENT.search(source))
     if not is_about_time and not WAITS_SECONDS.search(source):
         return []
     return sorted(_Module(source, measuring, is_about_time).findings())
@@ -178,15 +180,18 @@ class _Module:
     # --- Assertions -------------------------------------------------------------------------------
 
     def _elapsed(self, scope: ast.AST) -> Iterator[Finding]:
-        """Yield the assertions on what a clock has told, in a function and in those within it."""
-        names = self._told_by_clock(scope)
+        """Yield the assertions on what a clock has told, and those that something was before a
+        moment to come, in a function and in those within it."""
+        names, moments = self._told_by_clock(scope), _moments(scope)
         for node in _of_same_function(scope):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 if not any(map(_is_long, node.decorator_list)):
                     yield from self._elapsed(node)
             elif isinstance(node, ast.Assert):
                 compared = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
-                if any(self._limits_time(each, names) for each in compared):
+                if any(
+                    self._limits_time(each, names) or _is_before(each, moments) for each in compared
+                ):
                     yield Finding(node.lineno, ELAPSED)
 
     def _limits_time(self, compare: ast.Compare, names: set[str]) -> bool:
@@ -235,6 +240,38 @@ class _Module:
                 return name in names
         children = ast.iter_child_nodes(node)
         return self._tells_time(node) or any(self._is_of_clock(one, names) for one in children)
+
+
+def _moments(scope: ast.AST) -> set[str]:
+    """Return the names that hold the present and some time more."""
+    return {
+        name
+        for node in _of_same_function(scope)
+        if isinstance(node, ast.Assign) and _is_to_come(node.value, ())
+        for name in _targets(node)
+    }
+
+
+def _is_to_come(node: ast.AST, moments: Collection[str]) -> bool:
+    """Return whether a value is a moment to come."""
+    each = list(ast.walk(node))
+    is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+    tells_time = any(isinstance(one, ast.Attribute) and one.attr == "now" for one in each)
+    is_named = any(isinstance(one, ast.Name) and one.id in moments for one in each)
+    return is_named or (is_sum and tells_time)
+
+
+def _is_before(compare: ast.Compare, moments: Collection[str]) -> bool:
+    """Return whether a comparison says that something was before a moment to come."""
+    operands = [compare.left, *compare.comparators]
+    comes = [_is_to_come(each, moments) for each in operands]
+    for at, operator in enumerate(compare.ops):
+        before, after = comes[at : at + 2]
+        if isinstance(operator, ast.Lt | ast.LtE) and after and not before:
+            return True
+        if isinstance(operator, ast.Gt | ast.GtE) and before and not after:
+            return True
+    return False
 
 
 def _of_same_function(scope: ast.AST) -> Iterator[ast.AST]:

@@ -80,6 +80,32 @@ def test_what_holds_on_a_slow_machine_is_left_alone(line: str) -> None:
     assert findings(TIMED.format(line)) == []
 
 
+BEFORE = """
+def test_it_comes():
+    due = timezone.now() + timedelta(seconds=2)
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("assert started < due", True),
+        ("assert started < due <= other", True),
+        ("assert max(first, second) < due + timedelta(seconds=9)", True),
+        ("assert due > started", True),
+        ("assert started < clock.now() + timedelta(seconds=9)", True),
+        ("assert due <= started", False),
+        ("assert due <= started < other", False),
+        ("assert started > due", False),
+        ("assert due < due + timedelta(seconds=1)", False),
+        ("assert row.available_at == due", False),
+    ],
+)
+def test_that_something_was_before_a_moment_to_come_is_found(line: str, is_found: bool) -> None:
+    assert [each.problem for each in findings(BEFORE.format(line))] == [ELAPSED] * is_found
+
+
 def test_a_function_that_measures_counts_as_a_clock() -> None:
     measure = "import time\ndef delay_of(it):\n    began = time.monotonic()\n    it()\n"
     measure += "    return time.monotonic() - began"
