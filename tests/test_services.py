@@ -20,6 +20,7 @@ from tests.services import (
     apt,
     clients,
     fixtures,
+    ports,
     provisioning,
     running,
 )
@@ -214,6 +215,27 @@ def test_ports_are_out_of_reach_of_outgoing_connections() -> None:
     if not ephemeral.exists():
         pytest.skip("the kernel does not tell its ephemeral ports")
     assert free_port() < int(ephemeral.read_text().split()[0])
+
+
+@pytest.mark.medium
+def test_a_port_that_another_process_was_given_is_not_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may take the server seconds to listen on it, as MariaDB, which makes its tables first."""
+    # Given
+    code = "import sys; from tests.services.ports import free_port as p; print(p(), flush=True)"
+    given = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(given, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        of_another, own, free = int(process.stdout.readline()), free_port(), free_port()
+        ports._given.remove(free)
+        drawn = iter([of_another, own, free])
+        monkeypatch.setattr(ports._random, "randrange", lambda *ends: next(drawn))
+        # When, then
+        assert free_port() == free
+        process.stdin.close()
 
 
 class TestClients:
