@@ -11,9 +11,9 @@ from uuid import UUID
 
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import lease_name
-from kjo_django.coordination.starts import Pace
 from kjo_django.exceptions import MessageError
-from kjo_django.limits.permits import Taken
+from kjo_django.failure_facts import FailureFacts
+from kjo_django.limits.permits import LimitState
 from kjo_django.messages.headers import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler, route_of
@@ -59,35 +59,12 @@ class Delivery:
     one of them may be why."""
     is_orphan: bool = False
     """Whether it was being run when a worker died, and next runs in a group of its own."""
-    was_permitted: bool = False
-    """Whether its limits have let it start: it comes before others of its key that wait."""
     waiting_since: float = 0.0
     """When it came to the lanes (monotonic)."""
-    asks_again: bool = False
-    """Whether it waits here for its limits: it comes before those that wait in line for them."""
-    is_released: bool = False
-    """Whether it waits here because it was the next in line."""
-    paces: Sequence[Pace] = ()
-    """The rates that have to permit its start."""
-    asked_at: float = 0.0
-    """When (monotonic) a permit was asked for last."""
-    permit: Taken | None = None
-    """The permit that it has of its rates."""
-    permit_from: float = 0.0
-    """From when (monotonic) on it may start with that; without, when it might."""
-    comes_by: float = 0.0
-    """By when (monotonic) a lane has come for the permit, or nobody waits for it any more."""
-    has_started: bool = False
-    """Whether its handler was called since it asked last."""
-    prepared_from: float = 0.0
-    """When (monotonic) a lane began with the group of which it was the first; 0: it was not."""
-    is_limited: bool = False
-    """Whether it may start only as long as its permit, or its slot, is its own."""
-    slot_until: float = 0.0
-    """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it has
-    none."""
-    held_until: float = 0.0
+    put_off_until: float = 0.0
     """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
+    limit_state: LimitState | None = None
+    """What its limits know of it, and write; None: it has none."""
     weight: int = 1
     """As how many records it counts; a large value counts as several."""
     level: int = 0
@@ -145,6 +122,22 @@ class Delivery:
             self.shard = (record.topic, record.key)
         else:
             self.shard = (*record.position, queue.consumer_group)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether it waits here for its limits: it comes before those that wait in line for
+        them."""
+        return self.limit_state is not None and self.limit_state.asks_again
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot of a limit was taken for it."""
+        return self.limit_state is not None and self.limit_state.slot_until > 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it may start only as long as its permit, or its slot, is its own."""
+        return self.limit_state is not None and self.limit_state.is_limited
 
     @property
     def is_in_transaction(self) -> bool:
@@ -248,6 +241,8 @@ class Attempt:
     worker: str = ""
     """The name of its worker, where the run wants it kept with the completed job."""
     error: BaseException | None = None
+    failure: FailureFacts | None = None
+    """What is kept of an error, once it is written somewhere; see ``failures.failure_of``."""
     abort_reason: Abort | None = None
     """Why its run was asked to end early, if it was."""
 

@@ -7,7 +7,6 @@ why it died.
 from __future__ import annotations
 
 import hashlib
-import traceback as tracebacks
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -34,16 +33,15 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
-    answer_of,
     is_ctrl_c,
-    text_of,
 )
+from kjo_django.failure_facts import FailureFacts
 from kjo_django.ids import uuid7
 from kjo_django.limits import held
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
-from kjo_django.messages.serializers import MAX_ERROR_LENGTH, kept_json, one_line, storable_text
+from kjo_django.messages.serializers import one_line, storable_text
 from kjo_django.models import (
     ORIGIN_ID,
     UNKNOWN_HANDLER,
@@ -51,23 +49,19 @@ from kjo_django.models import (
     DeadLetterReason,
     Job,
     JobFailure,
-    fingerprint_of,
     source_of_job,
     transition,
 )
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
 from kjo_django.runtime import Runtime, get_transport
+from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.workflows.countdown import count_ended
 
 logger = get_logger("kjo_django")
 jobs_logger = get_logger("kjo_django.jobs")
 
-MAX_TRACEBACK_LENGTH = 20_000
-MAX_CODE_LENGTH = 100
-MAX_DETAILS = 10_000
-"""Bytes of JSON; larger details of an error are not kept."""
 MAX_TOPIC = 249
 MAX_HEADER_MESSAGE = 1_000
 MAX_HEADER_STACKTRACE = 4_000
@@ -94,7 +88,7 @@ def policy(runtime: Runtime, handler: Handler | None, queue: str) -> RetryPolicy
 def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
     """Decide what an attempt ends with, given how the call of its handler ended: whether a failed
     one is followed by another, or by the job's death."""
-    error, delivery, conf = attempt.error, attempt.delivery, runtime.settings
+    error = attempt.error
     if error is None:
         attempt.ending = Ending.COMPLETED
         return attempt
@@ -106,22 +100,7 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         # It obeyed: what it did is undone, and the attempt is not spent.
         attempt.ending, attempt.reason = Ending.DEFERRED, Reason.INTERRUPTED
         return attempt
-    try:
-        # Asked again: an operator may have changed it since the attempt began.
-        limit = limit_of(runtime, delivery.queue.name, attempt.limit, attempt.number - 1)
-        rules = policy(runtime, delivery.handler, delivery.queue.name)
-        decision = rules.decide(error, attempt.number, limit, runtime.clock.now())
-    except BaseException as raised:
-        if is_ctrl_c(raised):
-            raise
-        # The error has raised when it was looked at. If the attempt did not count, the job would
-        # run for ever.
-        logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
-        if attempt.number >= attempt.limit:
-            decision = Decision(False, timedelta(0), None, "exhausted")
-        else:
-            backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
-            decision = Decision(True, backoff.delay(attempt.number), None, "retry")
+    decision = _decide(runtime, attempt, error)
     if decision.pause is not None:
         attempt.pause_seconds = decision.pause.total_seconds()
     if decision.retry:
@@ -133,6 +112,26 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         if isinstance(error, MessageError) and error.reason in DeadLetterReason.values:
             attempt.reason = error.reason
     return attempt
+
+
+def _decide(runtime: Runtime, attempt: Attempt, error: BaseException) -> Decision:
+    """Decide what follows a failed attempt."""
+    conf, queue = runtime.settings, attempt.delivery.queue.name
+    try:
+        # Asked again: an operator may have changed it since the attempt began.
+        limit = limit_of(runtime, queue, attempt.limit, attempt.number - 1)
+        rules = policy(runtime, attempt.delivery.handler, queue)
+        return rules.decide(error, attempt.number, limit, runtime.clock.now())
+    except BaseException as raised:
+        if is_ctrl_c(raised):
+            raise
+        # The error has raised when it was looked at. If the attempt did not count, the job would
+        # run for ever.
+        logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
+        if attempt.number >= attempt.limit:
+            return Decision(False, timedelta(0), None, "exhausted")
+        backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
+        return Decision(True, backoff.delay(attempt.number), None, "retry")
 
 
 def judge_error(runtime: Runtime, attempt: Attempt, error: BaseException) -> Attempt:
@@ -225,37 +224,45 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
     What has its row already was delivered again after a crash: it is not published again. For
     transports without replay the row alone is the dead letter.
     """
-    by_transport: dict[str, list[Attempt]] = {}
+    sources: dict[Attempt, str] = {}
     for attempt in attempts:
-        if attempt.is_published:
-            continue
-        if get_transport(attempt.delivery.queue.transport).capabilities.replay:
-            by_transport.setdefault(attempt.delivery.queue.transport, []).append(attempt)
+        transport = attempt.delivery.queue.transport
+        if not attempt.is_published and get_transport(transport).capabilities.replay:
+            sources[attempt] = source_id(attempt.delivery, _row_id(attempt))
         else:
             attempt.is_published = True
-    sources = {
-        source_id(a.delivery, None if a.row is None else a.row.id): a
-        for dead in by_transport.values()
-        for a in dead
-    }
-    letters = DeadLetter.objects.using(runtime.database).filter(source_id__in=sources)
-    for source in letters.values_list("source_id", flat=True) if sources else ():
-        sources[source].is_published = True
+    if not sources:
+        return
+    letters = DeadLetter.objects.using(runtime.database).filter(source_id__in=sources.values())
+    known = set(letters.values_list("source_id", flat=True))
+    by_transport: dict[str, list[Attempt]] = {}
+    for attempt, source in sources.items():
+        if source in known:
+            attempt.is_published = True
+        else:
+            by_transport.setdefault(attempt.delivery.queue.transport, []).append(attempt)
     for alias, dead in by_transport.items():
-        dead = [attempt for attempt in dead if not attempt.is_published]
-        try:
-            answers = storing.publish(
-                get_transport(alias), [record_for_topic(runtime, attempt) for attempt in dead]
-            )
-        except PublishError as error:
-            logger.error("Dead letters not published, trying again: %s", error)
-            continue
-        for attempt, answer in zip(dead, answers, strict=True):
-            # One the topic can never take must not hold up what comes behind it: the row has all.
-            attempt.is_published = answer.error is None or answer.is_final
-            if answer.error is not None:
-                what = "in the table alone" if answer.is_final else "not published, trying again"
-                logger.error("A dead letter is %s: %s", what, answer.error, extra=_facts(attempt))
+        _publish_to(runtime, alias, dead)
+
+
+def _row_id(attempt: Attempt) -> UUID | None:
+    return None if attempt.row is None else attempt.row.id
+
+
+def _publish_to(runtime: Runtime, transport: str, attempts: Sequence[Attempt]) -> None:
+    """See ``publish_dead_letters``."""
+    try:
+        records = [record_for_topic(runtime, attempt) for attempt in attempts]
+        answers = storing.publish(get_transport(transport), records)
+    except PublishError as error:
+        logger.error("Dead letters not published, trying again: %s", error)
+        return
+    for attempt, answer in zip(attempts, answers, strict=True):
+        # One the topic can never take must not hold up what comes behind it: the row has all.
+        attempt.is_published = answer.error is None or answer.is_final
+        if answer.error is not None:
+            what = "in the table alone" if answer.is_final else "not published, trying again"
+            logger.error("A dead letter is %s: %s", what, answer.error, extra=_facts(attempt))
 
 
 def record_lost_attempts(runtime: Runtime, orphans: Sequence[Delivery]) -> None:
@@ -304,19 +311,10 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
             changed.append(attempt)
             continue
-        if attempt.ending is not Ending.RETRIED and attempt.row and attempt.row.stage_id:
-            ending = states.RESULT_OF[_ACTIONS[attempt.ending]]
-            steps.append((attempt, (attempt.row.stage_id, attempt.row.id, ending)))
-        is_failure = attempt.ending in (Ending.RETRIED, Ending.DEAD) and not attempt.is_announced
-        if job_id is not None and is_failure:
-            failures.append(_failure(attempt, job_id, now, worker))
-        handler = attempt.delivery.handler
-        if handler is not None and handler.observes:
-            hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
-            call_watched(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
-        if not is_pristine(connections[using]):
-            # What comes now would be committed without what was before it.
-            raise OperationalError("The transaction was lost while a failure hook was called")
+        if (step := _ended_step(attempt)) is not None:
+            steps.append((attempt, step))
+        failures += _failed_attempt(attempt, job_id, now, worker)
+        _call_failure_hook(using, attempt)
         if attempt.ending is Ending.DEAD:
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
@@ -332,13 +330,37 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         count_ended(runtime, [step for _, step in steps], announce=announcements.append)
 
 
+def _ended_step(attempt: Attempt) -> tuple[UUID, UUID, str] | None:
+    """Return the step of a workflow that an attempt has ended: its stage, its job and the state
+    that this has now."""
+    job = attempt.row
+    if attempt.ending is Ending.RETRIED or job is None or job.stage_id is None:
+        return None
+    return job.stage_id, job.id, states.RESULT_OF[_ACTIONS[attempt.ending]]
+
+
+def _call_failure_hook(using: str, attempt: Attempt) -> None:
+    """Call what the handler has for failed attempts, in the caller's transaction.
+
+    :raises OperationalError: the transaction is not the same any more.
+    """
+    handler = attempt.delivery.handler
+    if handler is not None and handler.observes:
+        hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
+        call_watched(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
+    if not is_pristine(connections[using]):
+        # What comes now would be committed without what was before it.
+        raise OperationalError("The transaction was lost while a failure hook was called")
+
+
 def log_failure(attempt: Attempt) -> None:
     """Leave a line in the log for an attempt that failed: of its retry, or of its dead letter."""
     facts, error, is_dead = _facts(attempt), attempt.error, attempt.ending is Ending.DEAD
     which = facts["job_id"] or attempt.delivery.record.position
     where = f"(queue {facts['queue']}, attempt {attempt.number}) in {attempt.seconds:.3f} s"
     then = f": {attempt.reason}" if is_dead else f", again at {attempt.retry_at:%F %T} UTC"
-    why = f": {type(error).__name__}: {error_text(error)}" if error is not None else ""
+    why = f": {type(error).__name__}: {failure_of(attempt).shown_text}"
+    why = "" if error is None else why
     # One line, whatever others wrote.
     line = one_line(f"{facts['handler']} {which} {where}{then}{why}".lstrip())
     facts["seconds"] = round(attempt.seconds, 6)
@@ -365,6 +387,20 @@ def _was_recorded(using: str, attempt: Attempt) -> bool:
     return state == states.RESULT_OF[_ACTIONS[attempt.ending]]
 
 
+def failure_of(attempt: Attempt) -> FailureFacts:
+    """Return what is kept of the error that an attempt has ended with."""
+    known = attempt.failure
+    if known is None or known.error is not attempt.error:
+        known = attempt.failure = FailureFacts.of(attempt.error)
+    return known
+
+
+def _handler_of(delivery: Delivery) -> str:
+    """Return the name of the handler that a message, or a record that cannot be read, is for."""
+    message = delivery.message
+    return message.type if message else names.text(delivery.record.headers, names.TYPE)
+
+
 def _facts(attempt: Attempt) -> dict[str, Any]:
     return facts_of(attempt.delivery, attempt.number)
 
@@ -378,38 +414,52 @@ _ACTIONS: dict[Ending | None, str] = {
 
 def _record_job(runtime: Runtime, attempt: Attempt, now: datetime) -> tuple[Any, bool]:
     """Write the attempt's ending into its row; return its id and whether the row was still ours."""
-    using, job, delivery = runtime.database, attempt.row, attempt.delivery
-    action = _ACTIONS[attempt.ending]
-    is_retry = action == "retry"
     changes: dict[str, Any] = {
         "attempts": attempt.number,
-        "error": error_text(attempt.error),
+        "error": failure_of(attempt).shown_text,
         "started_at": attempt.started_at,
         "lease_token": "",
         "lease_expires_at": None,
     }
-    if is_retry:
+    if attempt.ending is not Ending.RETRIED:
+        changes["finished_at"] = now
+    else:
         changes["available_at"] = attempt.retry_at
         if attempt.started_at is None:  # it waits, and that of the attempt before holds
             del changes["started_at"]
-    else:
-        changes["finished_at"] = now
-    if job is None:
-        if delivery.message is None:
-            return None, True
+    if attempt.row is None:
+        return _record_birth(runtime, attempt, changes, now)
+    return attempt.row.id, _record_row(runtime, attempt, attempt.row, changes, now)
+
+
+def _record_birth(
+    runtime: Runtime, attempt: Attempt, changes: dict[str, Any], now: datetime
+) -> tuple[Any, bool]:
+    """Write the row of a foreign message's first failure; see ``_record_job``."""
+    using = runtime.database
+    row = None
+    if attempt.delivery.message is not None:
         row = _birth(runtime, attempt, changes, now)
-        if row is None:
-            return None, True
-        try:
-            with transaction.atomic(using=using):
-                Job.objects.using(using).bulk_create([row])
-        except IntegrityError:
-            # Another worker had the message meanwhile, and its row was born first.
-            return None, False
-        attempt.born_id = row.pk
-        if is_retry:
-            _send_retry(runtime, row)
-        return row.pk, True
+    if row is None:
+        return None, True
+    try:
+        with transaction.atomic(using=using):
+            Job.objects.using(using).bulk_create([row])
+    except IntegrityError:
+        # Another worker had the message meanwhile, and its row was born first.
+        return None, False
+    attempt.born_id = row.pk
+    if attempt.ending is Ending.RETRIED:
+        _send_retry(runtime, row)
+    return row.pk, True
+
+
+def _record_row(
+    runtime: Runtime, attempt: Attempt, job: JobRow, changes: dict[str, Any], now: datetime
+) -> bool:
+    """Write the attempt's ending into the row it has; see ``_record_job``."""
+    using, delivery = runtime.database, attempt.delivery
+    is_retry = attempt.ending is Ending.RETRIED
     if not is_retry:
         changes["result_ttl"] = job.result_ttl if attempt.result_ttl is None else attempt.result_ttl
         changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
@@ -423,10 +473,10 @@ def _record_job(runtime: Runtime, attempt: Attempt, now: datetime) -> tuple[Any,
     if attempt.row_lease is not None:
         # "" of one that was given back, while its dead letter was refused.
         rows = rows.filter(lease_token__in=("", attempt.row_lease))
-    changed = transition(action, rows, **changes)
+    changed = transition(_ACTIONS[attempt.ending], rows, **changes)
     if changed and is_retry:
         _send_retry(runtime, Job.objects.using(using).get(pk=job.id))
-    return job.id, bool(changed)
+    return bool(changed)
 
 
 def _send_retry(runtime: Runtime, job: Job) -> None:
@@ -520,81 +570,29 @@ def _id_for(using: str, message: Message, record: Record) -> UUID:
     return uuid7()
 
 
-def _failure(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> JobFailure:
-    error, message = attempt.error, attempt.delivery.message
-    code, details = error_facts(error)
-    return JobFailure(
+def _failed_attempt(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> list[JobFailure]:
+    """Return the unsaved row of an attempt that has failed; none of one that was cancelled, that
+    was noted before, or that has no job."""
+    is_new = attempt.ending in (Ending.RETRIED, Ending.DEAD) and not attempt.is_announced
+    if job_id is None or not is_new:
+        return []
+    facts, message = failure_of(attempt), attempt.delivery.message
+    failure = JobFailure(
         job_id=job_id,
         generation=message.generation if message else 1,
         attempt=attempt.number,
         worker=worker[:255],
-        error_type=type_text(error),
-        error=error_text(error),
-        code=code,
-        details=details,
-        traceback=traceback_text(error),
+        code=facts.code,
+        details=facts.details,
         started_at=attempt.started_at,
         failed_at=now,
         retry_at=attempt.retry_at,
+        **facts.columns(),
     )
+    return [failure]
 
 
 # --- Dead letters ---------------------------------------------------------------------------------
-
-
-def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> str:
-    """Return what is shown of an error: its text, or its type when it has none."""
-    return "" if error is None else storable_text(text_of(error), limit)
-
-
-def type_text(error: BaseException | None) -> str:
-    """Return the import path of an error's type."""
-    return "" if error is None else storable_text(import_path(type(error)), 255)
-
-
-def error_facts(error: BaseException | None) -> tuple[str, Any]:
-    """Return an error's own code and details, as far as a row can hold them: its ``code``, and what
-    its ``to_dict()`` returns, or else its ``details``."""
-
-    def details_of() -> Any:
-        described = getattr(error, "to_dict", None)
-        found = described() if callable(described) else getattr(error, "details", None)
-        return kept_json(found, MAX_DETAILS)
-
-    def code_of() -> str:
-        code = getattr(error, "code", None)
-        if code is None and isinstance(details, dict):
-            code = details.get("code")
-        is_code = isinstance(code, (str, int)) and not isinstance(code, bool)
-        return storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""
-
-    details = answer_of(details_of, None)
-    return answer_of(code_of, ""), details
-
-
-def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:
-    """Return the traceback; a long one loses its beginning, not the line that raised."""
-    if error is None or error.__traceback__ is None:
-        return ""
-    lines: list[str] = answer_of(lambda: tracebacks.format_exception(error), [])
-    if not lines:
-        # Notes that raise, a SyntaxError of other things than text: where it was is left.
-        lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
-    return storable_text("".join(lines))[-limit:]
-
-
-def fingerprint(handler: str, error: BaseException | None) -> str:
-    """Return an id shared by failures of one kind: handler, exception type, innermost frame, and
-    the error's wording."""
-    if error is None:
-        return ""
-    frames = tracebacks.extract_tb(error.__traceback__)
-    if frames:
-        place = f"{frames[-1].filename}:{frames[-1].name}"
-    else:
-        place = answer_of(lambda: str(getattr(error, "reason", "")), "")
-    text = storable_text(text_of(error))
-    return fingerprint_of(handler, import_path(type(error)), place, text)
 
 
 def source_id(delivery: Delivery, job_id: UUID | None) -> str:
@@ -615,9 +613,9 @@ def dead_letter_of(
     runtime: Runtime, attempt: Attempt, job_id: UUID | None, now: datetime
 ) -> DeadLetter:
     """Return the unsaved row of a delivery that died."""
-    delivery, record = attempt.delivery, attempt.delivery.record
+    delivery, record, facts = attempt.delivery, attempt.delivery.record, failure_of(attempt)
     message = delivery.message
-    handler = message.type if message is not None else names.text(record.headers, names.TYPE)
+    handler = _handler_of(delivery)
     topic, partition, offset = first_place(record)
     return DeadLetter(
         reason=attempt.reason,
@@ -636,14 +634,12 @@ def dead_letter_of(
         topic=topic,
         partition=partition,
         offset=offset,
-        error_type=type_text(attempt.error),
-        error=error_text(attempt.error),
-        traceback=traceback_text(attempt.error),
-        fingerprint=fingerprint(handler, attempt.error),
+        fingerprint=facts.fingerprint(handler),
         release=runtime.settings.release,
         attempts=attempt.number,
         replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
+        **facts.columns(),
     )
 
 
@@ -690,7 +686,7 @@ def origin_headers(record: Record) -> dict[str, bytes]:
 def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
     """Return the record for the dead-letter topic: key, value and every header as they were, with
     ours added or replaced, never appended, and the first origin kept."""
-    delivery, record, error = attempt.delivery, attempt.delivery.record, attempt.error
+    delivery, record, facts = attempt.delivery, attempt.delivery.record, failure_of(attempt)
     now = CLOCK.now().isoformat()
     message = delivery.message
     added = names.encode(
@@ -703,9 +699,9 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
             names.DLQ_FIRST_FAILED_AT: now,
             names.DLQ_LAST_FAILED_AT: now,
             names.DLQ_REASON: str(attempt.reason),
-            names.DLQ_EXCEPTION_TYPE: type_text(error) or None,
-            names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) or None,
-            names.DLQ_EXCEPTION_STACKTRACE: traceback_text(error, MAX_HEADER_STACKTRACE) or None,
+            names.DLQ_EXCEPTION_TYPE: facts.type or None,
+            names.DLQ_EXCEPTION_MESSAGE: facts.text[:MAX_HEADER_MESSAGE] or None,
+            names.DLQ_EXCEPTION_STACKTRACE: facts.traceback[-MAX_HEADER_STACKTRACE:] or None,
         }
     )
     kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}

@@ -101,6 +101,8 @@ class Pipeline:
         limits let run, and how many there were.
     :param on_earlier: is called with the moments (monotonic) at which deliveries that are deferred
         are to come up, where those are earlier than before.
+    :param on_put_off: is called with the moments (monotonic) at which deliveries that are about to
+        be deferred are to come up.
     :param on_unused_permit: is called with a delivery for each permit of a rate with which it did
         not start in time.
     :param on_pause: is called with each attempt whose partition is to be paused for its
@@ -124,6 +126,7 @@ class Pipeline:
         on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
         on_share: Callable[[str, int, int], None] = lambda kind, ran, taken: None,
         on_earlier: Callable[[Mapping[Delivery, float]], None] = lambda moments: None,
+        on_put_off: Callable[[Mapping[Delivery, float]], None] = lambda moments: None,
         on_unused_permit: Callable[[Delivery], None] = lambda delivery: None,
         on_pause: Callable[[Attempt], None] = lambda attempt: None,
         stopping: threading.Event | None = None,
@@ -143,7 +146,7 @@ class Pipeline:
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
-        self.limiter = Limiter(leases, on_earlier, on_unused_permit)
+        self.limiter = Limiter(leases, on_earlier, on_put_off, on_unused_permit)
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
@@ -257,10 +260,9 @@ class Pipeline:
             return deferred + self._settle(refused)
         is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do
-        now = self._runtime.clock.monotonic()
         for delivery in left:
-            if delivery.paces:
-                delivery.prepared_from = now if delivery is left[0] else 0.0
+            if delivery.limit_state is not None:
+                self.limiter.note_prepared_from(delivery, is_first=delivery is left[0])
         claims = self._leases.claim(left, left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
@@ -415,7 +417,7 @@ class Pipeline:
         running_kinds = Counter(d.kind for d in {*new}.intersection(found.may_run))
         for kind, count in Counter(delivery.kind for delivery in new).items():
             self._on_share(kind, running_kinds[kind], count)
-        deferred = found.deferred
+        deferred = list(found.deferred)
         attempts = [
             Attempt(d, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
             for d, row in found.settled
@@ -489,8 +491,8 @@ class Pipeline:
             if held_back.covers(delivery):
                 deferred.append(delivery)
                 continue
-            if delivery.has_started:
-                delivery.is_limited = False  # its start was permitted, and has been counted
+            if delivery.limit_state is not None and delivery.limit_state.has_started:
+                self.limiter.permit_again(delivery)
             try:
                 alone = self._run_alone(delivery)
                 held_back.after(alone)
@@ -579,7 +581,7 @@ class Pipeline:
         return attempts
 
     def _repeat(self, delivery: Delivery, repeats: int) -> list[Attempt]:
-        delivery.is_limited = False  # its start was permitted, and has been counted
+        self.limiter.permit_again(delivery)
         return self._run_alone(delivery, repeats - 1)
 
     def _leave_session(self) -> None:
@@ -920,7 +922,7 @@ class Pipeline:
         alone = [a.delivery for a in attempts if a.reason is Reason.ALONE]
         others = [a.delivery for a in attempts if a.reason is not Reason.ALONE]
         for delivery in alone:
-            delivery.is_limited = False  # its start was permitted, and has been counted
+            self.limiter.permit_again(delivery)
             delivery.was_joined = True  # alone it stays, without the steps that it releases
         deferred = self._defer(others) if others else []
         return deferred + (self._run_one_by_one(alone, []) if alone else [])
@@ -937,69 +939,95 @@ class Pipeline:
         """Make completions outside a transaction durable, and finish them. One that the database
         refuses again and again is a failure of its attempt. Returns the deferred: they run again.
         """
-        using = self._runtime.database
+        write, what = partial(self._write_completions, attempts), "Endings cannot be recorded"
+        following, error = self._persist(write, what, len(attempts))
+        if following is Next.SPLIT:
+            return [d for one in attempts for d in self._record_completions([one])]
+        if following is Next.STOPPED:
+            return self._defer([attempt.delivery for attempt in attempts])
+        if error is not None:
+            for attempt in attempts:
+                # Tried again, what is committed would be done twice.
+                is_done = attempt.is_committed
+                final = TransactionEndedError(f"It cannot be recorded: {error}")
+                failures.judge_error(self._runtime, attempt, final if is_done else error)
+        return self._settle(attempts)
+
+    def _write_completions(self, attempts: Sequence[Attempt]) -> None:
+        freshen_connections(is_own=self._is_workers)
+        self._watch.check()
+        token, receiver = self._leases.token, self._receiver
+        recorder.record_completions(self._runtime, attempts, token, receiver)
+
+    def _persist(
+        self, write: Callable[[], None], what: str, count: int
+    ) -> tuple[Next, Exception | None]:
+        """Write what has run, waiting out the outages of the database. Return what follows where
+        this ends without it, and the error; None: it is written.
+
+        :param what: could not be done, for the log.
+        :param count: number of attempts that are written together.
+        """
         retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         while True:
             try:
-                freshen_connections(is_own=self._is_workers)
-                self._watch.check()
-                token, receiver = self._leases.token, self._receiver
-                recorder.record_completions(self._runtime, attempts, token, receiver)
-                break
+                write()
             except Exception as error:
-                following = retry.after(error, using, "Endings cannot be recorded", len(attempts))
-                if following is Next.SPLIT:
-                    return [d for one in attempts for d in self._record_completions([one])]
-                if following is Next.REFUSED:
-                    for attempt in attempts:
-                        # Tried again, what is committed would be done twice.
-                        is_done = attempt.is_committed
-                        final = TransactionEndedError(f"It cannot be recorded: {error}")
-                        failures.judge_error(self._runtime, attempt, final if is_done else error)
-                    break
-                if following is Next.STOPPED:
-                    return self._defer([attempt.delivery for attempt in attempts])
-        return self._settle(attempts)
+                following = retry.after(error, self._runtime.database, what, count)
+                if following is not Next.AGAIN:
+                    return following, error
+            else:
+                return Next.AGAIN, None
 
     def _record_failures(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Make failures durable, and finish them; returns the deferred. These keep their attempt,
         which is recorded when they come up here again."""
-        using = self._runtime.database
-        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         if tracing.tracer is not None:
             tracing.tracer.failing([a for a in attempts if a.ending in FAILURES])
-        while True:
-            try:
-                self._write_failures(attempts)
-                break
-            except Exception as error:
-                for attempt in attempts:
-                    attempt.delivery.attempt = attempt
-                following = retry.after(error, using, "Failures cannot be recorded", len(attempts))
-                if following is Next.SPLIT:
-                    return [d for one in attempts for d in self._record_failures([one])]
-                if following is Next.REFUSED:
-                    # It runs again, so that the attempt counts and there is an end to it.
-                    for attempt in attempts:
-                        attempt.delivery.attempt = None
-                if following is not Next.AGAIN:
-                    return self._defer(
-                        [attempt.delivery for attempt in attempts],
-                        is_spent=following is Next.REFUSED,
-                    )
-        recorded = [attempt for attempt in attempts if attempt.is_recorded]
-        lost = [attempt for attempt in attempts if attempt.ending is Ending.DEFERRED]
-        refused = [a for a in attempts if not a.is_recorded and a not in lost]
-        for attempt in refused:
-            attempt.delivery.attempt = attempt
-        deferred = self._defer([a.delivery for a in refused]) if refused else []
+        write, what = partial(self._write_failures, attempts), "Failures cannot be recorded"
+        following, error = self._persist(write, what, len(attempts))
+        if error is None:
+            return self._finish_failures(attempts)
+        if following is Next.SPLIT:
+            return [d for one in attempts for d in self._record_failures([one])]
+        is_refused = following is Next.REFUSED
+        if is_refused:
+            # It runs again, so that the attempt counts and there is an end to it.
+            for attempt in attempts:
+                attempt.delivery.attempt = None
+        return self._defer([attempt.delivery for attempt in attempts], is_spent=is_refused)
+
+    def _finish_failures(self, attempts: Sequence[Attempt]) -> list[Delivery]:
+        """Finish what is recorded; return the deferred: those whose dead letter was refused by its
+        topic, and what is to run again."""
+        recorded: list[Attempt] = []
+        lost: list[Attempt] = []
+        refused: list[Delivery] = []
+        for attempt in attempts:
+            if attempt.is_recorded:
+                recorded.append(attempt)
+            elif attempt.ending is Ending.DEFERRED:
+                lost.append(attempt)
+            else:
+                attempt.delivery.attempt = attempt
+                refused.append(attempt.delivery)
+        deferred = self._defer(refused) if refused else []
         if lost:
             deferred += self._put_off(lost)
         return deferred + (self._finish(recorded) if recorded else [])
 
     def _write_failures(self, attempts: Sequence[Attempt]) -> None:
         """Publish the dead letters, then commit everything about these attempts but those whose
-        dead letter was refused by its topic."""
+        dead letter was refused by its topic. Where that fails, they stay with their deliveries."""
+        try:
+            self._publish_and_write(attempts)
+        except Exception:
+            for attempt in attempts:
+                attempt.delivery.attempt = attempt
+            raise
+
+    def _publish_and_write(self, attempts: Sequence[Attempt]) -> None:
+        """See ``_write_failures``."""
         runtime = self._runtime
         failures.publish_dead_letters(runtime, [a for a in attempts if a.ending is Ending.DEAD])
         writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
@@ -1024,7 +1052,7 @@ class Pipeline:
                 # A bug. Were its message acknowledged, the job would be lost.
                 raise RuntimeError(f"{attempt.delivery.lease} was not judged")
             groups[attempt.delivery.subscription].append(attempt)
-            if attempt.delivery.permit is not None:  # cancelled, or done, before it started
+            if attempt.delivery.limit_state is not None:  # cancelled, or done, before it started
                 self.limiter.give_back([attempt.delivery])
         for subscription, group in groups.items():
             try:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from kjo_django import registry
 from kjo_django.conf import QueueConf, level_of
 from kjo_django.engine.attempt import Delivery
-from kjo_django.engine.failures import error_text
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import MessageError
+from kjo_django.failure_facts import error_text
 from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.transports.base import (

@@ -495,6 +495,12 @@ class GroupScheduler:
                     self._delay(key, moment)
             self._startable.notify()
 
+    def put_off(self, moments: Mapping[Delivery, float]) -> None:
+        """Let deliveries that are about to be deferred come up at these moments (monotonic)."""
+        with self._startable:
+            for delivery, moment in moments.items():
+                delivery.put_off_until = moment
+
     def measure(self, kind: str, seconds: float) -> None:
         """Note how long a handler ran; what is expected of it is a moving average."""
         known = self._run_times.get(kind, seconds)
@@ -565,9 +571,9 @@ class GroupScheduler:
                 key.waiting[:0] = returned
                 self.waiting += len(returned)
                 if returned and delay > 0 and not returned[0].is_orphan:
-                    until = returned[0].held_until or self._clock.monotonic() + delay
+                    until = returned[0].put_off_until or self._clock.monotonic() + delay
                     for delivery in returned:
-                        delivery.held_until = 0.0
+                        delivery.put_off_until = 0.0
                     self._delay(key, until)
                 else:
                     self._make_ready_or_forget(key)
@@ -871,7 +877,7 @@ def _may_leave(
     return bool(key.waiting) and all(
         each.subscription is subscription
         and each.attempt is None
-        and not each.slot_until
+        and not each.has_slot
         and each.place not in paused
         and (subscription.release_keeps_order or each.record.key is None)
         for each in key.waiting

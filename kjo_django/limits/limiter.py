@@ -27,7 +27,13 @@ from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
 from kjo_django.limits.held import LEAD, Held, Place, Start
-from kjo_django.limits.permits import LONGEST_PREPARATION, Permits, Starting
+from kjo_django.limits.permits import (
+    LONGEST_PREPARATION,
+    LimitState,
+    Permits,
+    Starting,
+    limit_state_of,
+)
 from kjo_django.limits.rules import Limit, is_limited, limits_of
 from kjo_django.logs import get_logger
 from kjo_django.messages.headers import Message
@@ -85,12 +91,7 @@ class Delivery(Starting, Protocol):
     @property
     def paused_since(self) -> datetime | None: ...
 
-    was_permitted: bool
-    asks_again: bool
-    has_started: bool
-    slot_until: float
-    is_limited: bool
-    held_until: float
+    limit_state: LimitState | None
 
 
 D = TypeVar("D", bound=Delivery)
@@ -122,8 +123,8 @@ class Sorted(Generic[D]):
 
     limits: Mapping[D, list[Limit]]
     may_run: list[D] = field(default_factory=list)
-    deferred: list[D] = field(default_factory=list)
-    """They come up again here, at their own moments."""
+    deferred: dict[D, float] = field(default_factory=dict)
+    """They come up again here, at these moments (monotonic); 0: with the others of their key."""
     held: list[tuple[D, Held]] = field(default_factory=list)
     repeated: list[tuple[D, JobRow]] = field(default_factory=list)
     """Second messages of jobs that are held."""
@@ -143,6 +144,8 @@ class Limiter:
     :param leases: this worker's, among them those that are slots.
     :param on_earlier: is called with the moments (monotonic) at which deliveries that are deferred
         are to come up, where those are earlier than before.
+    :param on_put_off: is called with the moments (monotonic) at which deliveries that are about to
+        be deferred are to come up.
     :param on_unused_permit: is called with a delivery for each permit with which it did not start
         in time.
     """
@@ -151,9 +154,11 @@ class Limiter:
         self,
         leases: Leases,
         on_earlier: Callable[[Mapping[Any, float]], None],
+        on_put_off: Callable[[Mapping[Any, float]], None],
         on_unused_permit: Callable[[Any], None],
     ) -> None:
         self._leases = leases
+        self._on_put_off = on_put_off
         self._runtime = runtime = leases.runtime
         self.has_limited_queues = any(
             runtime.settings.queue(name).rate is not None for name in registry.queue_names()
@@ -183,23 +188,26 @@ class Limiter:
                 )
                 if limits:
                     found[delivery] = limits
+                    if delivery.limit_state is None:
+                        delivery.limit_state = LimitState()
         return found
 
     def is_ready(self, delivery: Delivery, limits: Sequence[Limit]) -> bool:
         """Return whether a delivery has waited here and got its permit, and nothing else is to be
         asked: it needs no slot, and no other job of its key can be before it."""
         message, now = delivery.message, self._runtime.clock.monotonic()
+        state = limit_state_of(delivery)
         return (
-            delivery.asks_again
+            state.asks_again
             and delivery.paused_since is None
             and message is not None
             and message.job_id is not None
             and not _has_key(delivery)
             and delivery.deliveries == 1
             and all(limit.rate is not None for limit in limits)
-            and [limit.pace for limit in limits] == delivery.paces
+            and [limit.pace for limit in limits] == state.paces
             and self._permits.has_permit(delivery)
-            and delivery.permit_from - now <= self._permits.soon(delivery)
+            and state.permit_from - now <= self._permits.soon(delivery)
         )
 
     def sort(
@@ -223,12 +231,15 @@ class Limiter:
         except CoordinationError:
             waits = None
         self._decide(deliveries, asking, rows, waits, found)
+        if moments := {delivery: at for delivery, at in found.deferred.items() if at}:
+            self._on_put_off(moments)
         for delivery in set(ready).intersection(found.may_run):
-            delivery.has_started = False
+            state = limit_state_of(delivery)
+            state.has_started = False
             found.advanced.update(
                 each
                 for each in limited[delivery]
-                if delivery.is_released or each.name in self._filled_at
+                if state.is_released or each.name in self._filled_at
             )
         return found
 
@@ -324,11 +335,12 @@ class Limiter:
             row = rows.get(delivery)
             if not _has_key(delivery):
                 continue
-            if row is None or delivery.deliveries > 1 or delivery.was_permitted:
+            state = limit_state_of(delivery)
+            if row is None or delivery.deliveries > 1 or state.was_permitted:
                 continue  # it is before those of its key that wait
             place = found.places.get(row.id)
             if place is None:
-                is_asking = delivery.asks_again or delivery in invited
+                is_asking = state.asks_again or delivery in invited
             else:
                 is_asking = place.is_released and place.limit != held.PAUSED
             if is_asking:
@@ -352,7 +364,8 @@ class Limiter:
         row = rows.get(delivery)
         if row is None or delivery.deliveries > 1:
             return True
-        if delivery.asks_again or delivery.was_permitted:
+        state = limit_state_of(delivery)
+        if state.asks_again or state.was_permitted:
             return True
         place = found.places.get(row.id)
         return place is not None and place.is_released
@@ -368,15 +381,17 @@ class Limiter:
         if not asking:
             return
         for delivery, rates in asking.items():
-            delivery.paces, delivery.is_limited = [limit.pace for limit in rates], True
-            delivery.has_started = False
+            state = limit_state_of(delivery)
+            state.paces, state.is_limited = [limit.pace for limit in rates], True
+            state.has_started = False
         permits = self._permits
         if new := [delivery for delivery in asking if not permits.has_permit(delivery)]:
             permits.ask(new)
         now = self._runtime.clock.monotonic()
         for delivery, rates in asking.items():
-            seconds = max(0.0, delivery.permit_from - now)
-            if delivery.permit is None or seconds > permits.soon(delivery):
+            state = limit_state_of(delivery)
+            seconds = max(0.0, state.permit_from - now)
+            if state.permit is None or seconds > permits.soon(delivery):
                 slowest = max(rates, key=lambda limit: limit.pace.interval)
                 waits[delivery] = Wait(slowest, max(seconds, MOMENT))
                 continue
@@ -397,8 +412,9 @@ class Limiter:
         # than they are.
         sure = min(ttl, self._leases.alive_ttl).total_seconds() / 2
         for delivery, is_taken in zip(asking, taken, strict=True):
-            delivery.slot_until = began + sure if is_taken else 0.0
-            delivery.is_limited = True
+            state = limit_state_of(delivery)
+            state.slot_until = began + sure if is_taken else 0.0
+            state.is_limited = True
             if not is_taken:
                 waits[delivery] = Wait(limited[delivery][0], NEVER_HERE)
 
@@ -416,7 +432,7 @@ class Limiter:
         held_back, now = set[object](), self._runtime.clock.monotonic()
         for delivery in deliveries:
             if delivery.shard in held_back:
-                found.deferred.append(delivery)
+                found.deferred[delivery] = 0.0
             elif delivery not in limited:
                 found.may_run.append(delivery)
             elif waits is None or delivery not in waits:
@@ -435,14 +451,15 @@ class Limiter:
         found: Sorted[D],
     ) -> None:
         """Defer a delivery that starts soon, or that cannot stand in line; hold any other."""
-        now, delivery.is_limited = self._runtime.clock.monotonic(), True
+        now, state = self._runtime.clock.monotonic(), limit_state_of(delivery)
+        state.is_limited = True
         place = found.places.get(row.id) if row is not None else None
-        delivery.is_released = place is not None and place.is_released
-        longest = 2 * held.AHEAD if delivery.is_released else LEAD
+        state.is_released = place is not None and place.is_released
+        longest = 2 * held.AHEAD if state.is_released else LEAD
         if wait.seconds <= longest or row is None or delivery.deliveries > 1:
-            seconds = wait.seconds - (self._permits.soon(delivery) if delivery.paces else 0.0)
+            seconds = wait.seconds - (self._permits.soon(delivery) if state.paces else 0.0)
             self._defer(delivery, now + max(seconds, MOMENT), held_back, found)
-            delivery.asks_again = True
+            state.asks_again = True
         elif (
             storing.is_transactional(delivery.queue)
             or row.state not in _AWAITING
@@ -450,7 +467,7 @@ class Limiter:
             or (row.available_at == NEVER and row.id not in found.places)
         ):
             self._permits.give_back([delivery])
-            is_first = delivery.was_permitted or delivery.asks_again
+            is_first = state.was_permitted or state.asks_again
             found.held.append((delivery, Held(row, wait.limit, is_first)))
         elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
@@ -460,9 +477,8 @@ class Limiter:
 
     @staticmethod
     def _defer(delivery: D, until: float, held_back: set[object], found: Sorted[Any]) -> None:
-        delivery.held_until = until
         held_back.add(delivery.shard)
-        found.deferred.append(delivery)
+        found.deferred[delivery] = until
 
     # --- Starting ---------------------------------------------------------------------------------
 
@@ -474,7 +490,7 @@ class Limiter:
         paced = [
             each
             for each in deliveries
-            if each.paces and each not in refused and not self._starts_again(each)
+            if limit_state_of(each).paces and each not in refused and not self._starts_again(each)
         ]
         for delivery in paced:
             permits.note_prepared(delivery)
@@ -482,31 +498,38 @@ class Limiter:
             self._take_anew([each for each in paced if not permits.has_permit(each)])
             latest = clock.monotonic() + LONGEST_PREPARATION
             refused |= {
-                each for each in paced if not permits.has_permit(each) or each.permit_from > latest
+                each
+                for each in paced
+                if not permits.has_permit(each) or limit_state_of(each).permit_from > latest
             }
             paced = [each for each in paced if each not in refused]
-            moment = max([each.permit_from for each in paced], default=0.0)
+            moment = max([limit_state_of(each).permit_from for each in paced], default=0.0)
             if (seconds := moment - clock.monotonic()) > 0:
                 clock.wait(threading.Event(), seconds)
             if all(map(permits.has_permit, paced)):
                 break
         refused |= {delivery for delivery in paced if not permits.use(delivery)}
+        moments = {}
         for delivery in refused:
-            delivery.asks_again = True
-            delivery.held_until = max(delivery.permit_from, clock.monotonic() + MOMENT)
+            state = limit_state_of(delivery)
+            state.asks_again = True
+            moments[delivery] = max(state.permit_from, clock.monotonic() + MOMENT)
+        if moments:
+            self._on_put_off(moments)
         return [delivery for delivery in deliveries if delivery not in refused]
 
     def _has_lost_slot(self, delivery: Delivery) -> bool:
         """Return whether the slot of a delivery may be another worker's by now."""
-        if not 0.0 < delivery.slot_until < self._runtime.clock.monotonic():
+        state = limit_state_of(delivery)
+        if not 0.0 < state.slot_until < self._runtime.clock.monotonic():
             return False
-        delivery.slot_until = 0.0
+        state.slot_until = 0.0
         return True
 
     def _starts_again(self, delivery: Delivery) -> bool:
         """Return whether a delivery has started in this group, which was undone, and starts again
         without another permit: none can be taken here."""
-        return delivery.has_started and not self._takes_permits_for(delivery)
+        return limit_state_of(delivery).has_started and not self._takes_permits_for(delivery)
 
     def _takes_permits_for(self, delivery: Delivery) -> bool:
         coordination = self._runtime.coordination
@@ -521,22 +544,40 @@ class Limiter:
             self._permits.ask(late)
         except CoordinationError:
             for delivery in late:
-                delivery.permit_from = self._runtime.clock.monotonic() + AWAY
+                limit_state_of(delivery).permit_from = self._runtime.clock.monotonic() + AWAY
+
+    def note_prepared_from(self, delivery: Delivery, *, is_first: bool) -> None:
+        """Note that a lane begins with the group of a delivery.
+
+        :param is_first: whether it is the first of the group, by which the time until a start is
+            prepared is measured.
+        """
+        if (state := limit_state_of(delivery)).paces:
+            state.prepared_from = self._runtime.clock.monotonic() if is_first else 0.0
 
     def note_start(self, delivery: Delivery) -> None:
         """Note that the handler of a delivery is called now."""
-        delivery.has_started = True
-        self._permits.note_start(delivery)
+        if delivery.limit_state is not None and delivery.limit_state.permit is not None:
+            delivery.limit_state.has_started = True
+            self._permits.note_start(delivery)
+
+    def permit_again(self, delivery: Delivery) -> None:
+        """Let a delivery run again in its attempt: its start was permitted and has been counted."""
+        if delivery.limit_state is not None:
+            delivery.limit_state.is_limited = False
 
     def give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back the permits of those of the deliveries that have any: they do not start."""
-        if with_permit := [delivery for delivery in deliveries if delivery.permit is not None]:
+        with_permit = [
+            d for d in deliveries if d.limit_state is not None and d.limit_state.permit is not None
+        ]
+        if with_permit:
             self._permits.give_back(with_permit)
 
     def forget(self, deliveries: Sequence[Delivery]) -> None:
         """Give back the permits of deliveries that are not this worker's any more, and ask for none
         on their behalf."""
-        if waiting := [delivery for delivery in deliveries if delivery.paces]:
+        if waiting := [d for d in deliveries if d.limit_state is not None and d.limit_state.paces]:
             self._permits.give_back(waiting)
 
     def close(self) -> None:
@@ -562,23 +603,22 @@ class Limiter:
     def start(self, found: Sorted[Any]) -> None:
         """Take out of the line what starts now, and release those that come next."""
         runtime = self._runtime
-        for delivery in found.may_run:
-            delivery.was_permitted, delivery.asks_again = delivery in found.limits, False
         placed = {str(id) for id in found.places}
-        starting = [
-            UUID(d.message.job_id)
-            for d in found.may_run
-            if d.message is not None
-            and d.message.job_id is not None
-            and (d.is_released or d.message.job_id in placed)
-        ]
+        starting = []
+        for delivery in found.may_run:
+            if (state := delivery.limit_state) is None:
+                continue
+            state.was_permitted, state.asks_again = delivery in found.limits, False
+            job_id = delivery.message.job_id if delivery.message is not None else None
+            if job_id is not None and (state.is_released or job_id in placed):
+                starting.append(UUID(job_id))
         held.leave(runtime, starting)
         self._to_fill.update((limit.name, limit) for limit in found.advanced)
         waits = dict.fromkeys(self._overdue(bool(found.may_run)), 0.0)
         now = runtime.clock.monotonic()
         for delivery, one in found.held:
             # Coordination said when it might start, so none of those behind it starts before.
-            told = max(0.0, delivery.permit_from - now)
+            told = max(0.0, limit_state_of(delivery).permit_from - now)
             waits[one.limit] = min(told, waits.get(one.limit, math.inf))
             if (place := found.places.get(one.row.id)) is not None:
                 # In the line that it has left for another one, it was on its way.
@@ -623,7 +663,7 @@ class Limiter:
         most, interval = held.most_released(limit), 0.0
         if limit.rate is not None:
             waiting = self._permits.waiting_for(limit.pace)
-            most -= sum(1 for delivery in waiting if not delivery.is_released)
+            most -= sum(1 for state in waiting if not state.is_released)
             wait = max(wait, self._permits.end_of_line(limit.pace))
             interval = limit.pace.interval
         else:
@@ -642,9 +682,10 @@ class Limiter:
         starts = [
             Start(UUID(message.job_id), message.generation, message.attempt)
             for delivery in deliveries
-            if delivery.was_permitted
+            if (state := delivery.limit_state) is not None
+            and state.was_permitted
             # Whose start was refused asks again soon.
-            and (delivery.paused_since is not None or not delivery.asks_again)
+            and (delivery.paused_since is not None or not state.asks_again)
             and (message := delivery.message) is not None
             and message.job_id is not None
             and message.service == self._runtime.service

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kjo_django.clock import Clock
@@ -54,19 +55,51 @@ class Taken(NamedTuple):
     """Until when (monotonic) the call for it must be made."""
 
 
+@dataclass(slots=True, eq=False)
+class LimitState:
+    """What a worker's limits know of one delivery. Nobody else writes it."""
+
+    paces: Sequence[Pace] = ()
+    """The rates that have to permit its start."""
+    asked_at: float = 0.0
+    """When (monotonic) a permit was asked for last."""
+    permit: Taken | None = None
+    """The permit that it has of its rates."""
+    permit_from: float = 0.0
+    """From when (monotonic) on it may start with that; without, when it might."""
+    comes_by: float = 0.0
+    """By when (monotonic) a lane has come for the permit, or nobody waits for it any more."""
+    prepared_from: float = 0.0
+    """When (monotonic) a lane began with the group of which it was the first; 0: it was not."""
+    has_started: bool = False
+    """Whether its handler was called since it asked last."""
+    was_permitted: bool = False
+    """Whether its limits have let it start: it comes before others of its key that wait."""
+    asks_again: bool = False
+    """Whether it waits in its worker: it comes before those that wait in line."""
+    is_released: bool = False
+    """Whether it waits in its worker because it was the next in line."""
+    is_limited: bool = False
+    """Whether it may start only as long as its permit, or its slot, is its own."""
+    slot_until: float = 0.0
+    """Until when (monotonic) the slot that was taken for it is surely no other worker's; 0: it has
+    none."""
+
+
 class Starting(Protocol):
     """What is asked of a delivery."""
 
     @property
     def is_in_transaction(self) -> bool: ...
+    @property
+    def limit_state(self) -> LimitState | None: ...
 
-    is_released: bool
-    paces: Sequence[Pace]
-    permit: Taken | None
-    permit_from: float
-    asked_at: float
-    comes_by: float
-    prepared_from: float
+
+def limit_state_of(delivery: Starting) -> LimitState:
+    """Return what is known of a delivery that has limits."""
+    state = delivery.limit_state
+    assert state is not None
+    return state
 
 
 class Permits:
@@ -124,21 +157,22 @@ class Permits:
         since = self._clock.monotonic()
         with self._lock:
             for delivery in deliveries:
+                state = limit_state_of(delivery)
                 self._line[id(delivery)] = delivery
                 self._asking.add(id(delivery))
-                delivery.comes_by = max(delivery.comes_by, since + FORGOTTEN_AFTER)
-                if delivery.permit is not None and delivery.permit.paces != delivery.paces:
+                state.comes_by = max(state.comes_by, since + FORGOTTEN_AFTER)
+                if state.permit is not None and state.permit.paces != state.paces:
                     self._return(delivery)
         try:
             with self._calling:
-                if unanswered := [each for each in deliveries if each.asked_at <= since]:
-                    self._ask_for_all({pace.name for each in unanswered for pace in each.paces})
+                known = map(limit_state_of, deliveries)
+                if unanswered := [state for state in known if state.asked_at <= since]:
+                    self._ask_for_all({pace.name for state in unanswered for pace in state.paces})
         finally:
             with self._lock:
                 self._asking.difference_update(map(id, deliveries))
-                for delivery in deliveries:
-                    moment = delivery.permit_from + FORGOTTEN_AFTER
-                    delivery.comes_by = max(delivery.comes_by, moment)
+                for state in map(limit_state_of, deliveries):
+                    state.comes_by = max(state.comes_by, state.permit_from + FORGOTTEN_AFTER)
 
     def _ask_for_all(self, names: Collection[str]) -> None:
         """Ask for every delivery here that waits for one of these rates."""
@@ -153,7 +187,7 @@ class Permits:
         with self._lock:
             self._forget(began)
             waiting = self._first_waiting(names, began)
-            asks = [self._ask_of(delivery) for delivery in waiting]
+            asks = [self._ask_of(limit_state_of(delivery)) for delivery in waiting]
         answers, ended = self._call(asks)
         earlier = dict[Starting, float]()
         with self._lock:
@@ -195,25 +229,25 @@ class Permits:
         earlier: dict[Starting, float],
     ) -> None:
         """Note what a call that began and ended then was answered; the caller holds the lock."""
-        began, ended = call
+        (began, ended), state = call, limit_state_of(delivery)
         taken = None
         if answer.stamp:
             end = began + answer.wait + ask.lasts - TO_THE_CALL
             taken = Taken(ask.paces, answer.stamp, ended + answer.wait, end)
-        delivery.asked_at = began
+        state.asked_at = began
         if self._line.get(id(delivery)) is not delivery:
             # It starts no more, as it was found meanwhile.
             if taken is not None:
                 self._used.append((taken, None))
                 self._on_unused(delivery)
             return
-        if delivery.permit is not None:
+        if state.permit is not None:
             self._on_unused(delivery)  # it became old
         moment = ended + answer.wait
-        if moment < delivery.permit_from - MUCH_EARLIER:
+        if moment < state.permit_from - MUCH_EARLIER:
             earlier[delivery] = moment - self.soon(delivery)
-            delivery.comes_by = min(delivery.comes_by, moment + FORGOTTEN_AFTER)
-        delivery.permit, delivery.permit_from = taken, moment
+            state.comes_by = min(state.comes_by, moment + FORGOTTEN_AFTER)
+        state.permit, state.permit_from = taken, moment
 
     def _first_waiting(self, names: Collection[str], now: float) -> list[Starting]:
         """Return the deliveries to ask for, in order, and tell the last of very many when they
@@ -221,43 +255,46 @@ class Permits:
         first: list[Starting] = []
         asked = Counter[str]()
         for key, delivery in self._line.items():
-            wanted = {pace.name for pace in delivery.paces}
-            if wanted.isdisjoint(names) or self._is_good(delivery, now):
+            state = limit_state_of(delivery)
+            wanted = {pace.name for pace in state.paces}
+            if wanted.isdisjoint(names) or self._is_good(state, now):
                 continue
-            if key not in self._asking and now > delivery.permit_from:
+            if key not in self._asking and now > state.permit_from:
                 continue  # it is late: its own lane asks when it comes
             if any(asked[name] >= MOST_ASKED for name in wanted):
-                wait = max(asked[pace.name] * pace.interval for pace in delivery.paces)
-                delivery.asked_at, delivery.permit_from = now, now + wait
+                wait = max(asked[pace.name] * pace.interval for pace in state.paces)
+                state.asked_at, state.permit_from = now, now + wait
             else:
                 first.append(delivery)
             asked.update(wanted)
         return first
 
-    def _ask_of(self, delivery: Starting) -> Ask:
-        shortest = min(pace.seconds for pace in delivery.paces)
+    def _ask_of(self, state: LimitState) -> Ask:
+        shortest = min(pace.seconds for pace in state.paces)
         lasts = max(min(SHORTEST_LIFE * shortest, 0.5), min(2.5 * self._delay, LONGEST_LIFE))
         lasts += TO_THE_CALL + 1.5 * self._call_took
         within = max(LEAST_AHEAD, 2 * self.preparation) + self._call_took
-        stamp = delivery.permit.stamp if delivery.permit is not None else 0
-        return Ask(delivery.paces, lasts, within, stamp)
+        stamp = state.permit.stamp if state.permit is not None else 0
+        return Ask(state.paces, lasts, within, stamp)
 
     def _forget(self, now: float) -> None:
         """Return the permits that became old of deliveries that did not come for them, and forget
         those that do not come any more; the caller holds the lock."""
         for key, delivery in list(self._line.items()):
-            is_gone = now > delivery.comes_by
+            state = limit_state_of(delivery)
+            is_gone = now > state.comes_by
             if is_gone:
                 del self._line[key]
-            if is_gone or (delivery.permit is not None and now > delivery.permit.end + LATE):
+            if is_gone or (state.permit is not None and now > state.permit.end + LATE):
                 self._return(delivery)
 
     def _return(self, delivery: Starting) -> None:
         """Give back a permit that is not used; the caller holds the lock."""
-        if delivery.permit is not None:
-            self._used.append((delivery.permit, None))
+        state = limit_state_of(delivery)
+        if state.permit is not None:
+            self._used.append((state.permit, None))
             self._on_unused(delivery)
-            delivery.permit = None
+            state.permit = None
 
     def report(self) -> None:
         """Tell coordination what it does not know yet of permits that were used, or not.
@@ -285,26 +322,26 @@ class Permits:
         before = self.preparation
         if delivery.is_in_transaction and not self._waits_in_transactions:
             before = min(max(0.0, self._took - 2 * self._took_more), LONGEST_PREPARATION)
-        return min(before, min(pace.seconds for pace in delivery.paces) / 2)
+        return min(before, min(pace.seconds for pace in limit_state_of(delivery).paces) / 2)
 
     @staticmethod
-    def _is_good(delivery: Starting, now: float) -> bool:
-        return delivery.permit is not None and now <= delivery.permit.end
+    def _is_good(state: LimitState, now: float) -> bool:
+        return state.permit is not None and now <= state.permit.end
 
     def has_permit(self, delivery: Starting) -> bool:
         """Return whether a delivery has a permit of its rates that is good now, or will be."""
+        state = limit_state_of(delivery)
         with self._lock:
-            taken = delivery.permit
-            is_good = self._is_good(delivery, self._clock.monotonic())
-            return is_good and taken is not None and taken.paces == delivery.paces
+            taken = state.permit
+            is_good = self._is_good(state, self._clock.monotonic())
+            return is_good and taken is not None and taken.paces == state.paces
 
-    def waiting_for(self, pace: Pace) -> list[Starting]:
-        """Return the deliveries that wait here for a rate."""
+    def waiting_for(self, pace: Pace) -> list[LimitState]:
+        """Return what is known of the deliveries that wait here for a rate."""
         now = self._clock.monotonic()
         with self._lock:
-            return [
-                each for each in self._line.values() if pace in each.paces and now <= each.comes_by
-            ]
+            known = map(limit_state_of, self._line.values())
+            return [state for state in known if pace in state.paces and now <= state.comes_by]
 
     def end_of_line(self, pace: Pace) -> float:
         """Return in how many seconds the last delivery that waits here for a rate has started."""
@@ -315,12 +352,12 @@ class Permits:
 
     def note_prepared(self, delivery: Starting) -> None:
         """Note that a start is ready now: how long that took, and how late it is."""
-        now = self._clock.monotonic()
-        if delivery.prepared_from:
-            took, delivery.prepared_from = now - delivery.prepared_from, 0.0
+        now, state = self._clock.monotonic(), limit_state_of(delivery)
+        if state.prepared_from:
+            took, state.prepared_from = now - state.prepared_from, 0.0
             self._took_more += 0.25 * (abs(took - self._took) - self._took_more)
             self._took += 0.125 * (took - self._took)
-        late = max(0.0, now - delivery.permit_from)
+        late = max(0.0, now - state.permit_from)
         # As of calls.
         self._delay += (0.7 if late > self._delay else 0.05) * (late - self._delay)
 
@@ -328,7 +365,7 @@ class Permits:
         """Use the permit of a delivery whose handler is called next; False: it has none any more.
         It counts as if the start came as late as it may, until ``note_start``."""
         with self._lock:
-            taken, now = delivery.permit, self._clock.monotonic()
+            taken, now = limit_state_of(delivery).permit, self._clock.monotonic()
             if taken is None or not taken.begin - EARLY <= now <= taken.end:
                 return False
             self._line.pop(id(delivery), None)
@@ -336,8 +373,9 @@ class Permits:
 
     def note_start(self, delivery: Starting) -> None:
         """Note that the handler of a delivery is called now."""
+        state = limit_state_of(delivery)
         with self._lock:
-            taken, delivery.permit = delivery.permit, None
+            taken, state.permit = state.permit, None
             if taken is not None:
                 self._used.append((taken, self._clock.monotonic()))
 

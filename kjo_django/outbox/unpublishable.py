@@ -6,7 +6,6 @@ each is counted, shown with its error, and replayed once the limit has been rais
 
 from __future__ import annotations
 
-import traceback as tracebacks
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,19 +16,18 @@ from kjo_django import signals, states
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import notify_waiters
 from kjo_django.exceptions import PublishError, text_of
+from kjo_django.failure_facts import FailureFacts
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
+from kjo_django.messages.serializers import storable_text
 from kjo_django.models import (
     DeadLetter,
     DeadLetterReason,
     Job,
     JobFailure,
-    fingerprint_of,
     source_of_job,
     transition,
 )
-from kjo_django.retries import import_path
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.rows import DueJob
@@ -107,27 +105,24 @@ def _fail(
     row = locked.first()
     if row is None:
         return None
-    text = storable_text(f"Not published: {text_of(error)}", MAX_ERROR_LENGTH)
+    facts = FailureFacts.of(error, "Not published: ")
     transition(
         "fail",
         rows,
-        error=text,
+        error=facts.shown_text,
         finished_at=now,
         result_expires_at=now + timedelta(milliseconds=row.result_ttl),
     )
     if row.stage_id is not None:
         count_ended(runtime, [(row.stage_id, job.id, JobState.FAILED)], announce=announce)
-    error_type = import_path(type(error))
-    described = {
-        "error_type": storable_text(error_type, 255),
-        "error": text,
-        "traceback": storable_text("".join(tracebacks.format_exception(error)))
-        if error.__traceback__ is not None
-        else "",
-        "failed_at": now,
-    }
+    described = {**facts.columns(), "failed_at": now}
     JobFailure.objects.using(using).create(
-        job_id=job.id, generation=job.generation, attempt=job.attempts + 1, **described
+        job_id=job.id,
+        generation=job.generation,
+        attempt=job.attempts + 1,
+        code=facts.code,
+        details=facts.details,
+        **described,
     )
     headers = dict(record.headers) if record is not None else {}
     if row.unique_id and not job.destination:
@@ -146,7 +141,7 @@ def _fail(
         content_type=job.content_type,
         consumer_group="" if job.destination else queue.consumer_group,
         topic=job.destination or queue.levels[queue.level_of(job.priority)],
-        fingerprint=fingerprint_of(job.handler, error_type, reason, text),
+        fingerprint=facts.fingerprint(job.handler, place=reason),
         attempts=job.attempts,
         replay_count=names.number(headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         release=runtime.settings.release,
@@ -154,7 +149,7 @@ def _fail(
     )
     runtime.store.insert_missing([letter])
     message = "The message of job %s can never be published and is a dead letter: %s"
-    logger.error(message, job.id, text, extra=job.log_facts)
+    logger.error(message, job.id, facts.shown_text, extra=job.log_facts)
     return letter, row.unique_id
 
 

@@ -36,10 +36,10 @@ from django.utils.translation import gettext as _
 from kjo_django import registry
 from kjo_django.conf import declare_queue
 from kjo_django.engine.attempt import Attempt, Ending
-from kjo_django.engine.failures import error_text
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import carrier_of, outbox_of, store_record
 from kjo_django.exceptions import MessageError
+from kjo_django.failure_facts import error_text
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_ID_LENGTH, Message

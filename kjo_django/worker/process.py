@@ -208,6 +208,7 @@ class Worker:
             on_measure=self.scheduler.measure,
             on_share=self.scheduler.measure_share,
             on_earlier=self.scheduler.hasten,
+            on_put_off=self.scheduler.put_off,
             on_unused_permit=self.statistics.note_unused_permit,
             stopping=self._stopping,
             on_settled=functools.partial(

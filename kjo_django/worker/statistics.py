@@ -19,7 +19,7 @@ from django.db.models import QuerySet
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.engine.failures import error_text
+from kjo_django.failure_facts import error_text
 from kjo_django.logs import get_logger
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime

@@ -16,9 +16,9 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 260
-MOST_CLASSES = 513
-MOST_CORE_LINES = 26_044
+MOST_MODULES = 261
+MOST_CLASSES = 515
+MOST_CORE_LINES = 26_400
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

@@ -204,7 +204,7 @@ def test_jobs_that_are_cancelled_when_they_may_start_leave_the_rate_to_others(
     for _ in range(100):
         workers.run_for(0.04)
         line = worker.limiter._permits._line.values()
-        ready = [each for each in line if each.permit is not None]
+        ready = [each for each in line if each.limit_state.permit is not None]
         for delivery in ready[: min(1, 8 - cancelled)]:
             operations.cancel(Job.objects.filter(pk=delivery.message.job_id))
             cancelled += 1

@@ -14,7 +14,7 @@ import pytest
 
 from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
 from kjo_django.exceptions import CoordinationError
-from kjo_django.limits.permits import FORGOTTEN_AFTER, MOST_ASKED, Permits, Taken
+from kjo_django.limits.permits import FORGOTTEN_AFTER, MOST_ASKED, LimitState, Permits
 from kjo_django.limits.rules import Limit
 from kjo_django.values import Rate, rate
 from tests.clocks import BEGINS_AT, SetClock
@@ -30,14 +30,8 @@ def pace_of(text: str, name: str = "rate") -> Pace:
 class Waiting:
     """A delivery that wants to start."""
 
-    paces: Sequence[Pace]
+    limit_state: LimitState
     is_in_transaction: bool = False
-    is_released: bool = False
-    asked_at: float = 0.0
-    permit: Taken | None = None
-    permit_from: float = 0.0
-    comes_by: float = 0.0
-    prepared_from: float = 0.0
 
 
 @dataclass
@@ -69,7 +63,7 @@ def coordination() -> Coordination:
 
 
 def several(count: int, text: str = "1/s") -> list[Waiting]:
-    return [Waiting([pace_of(text)]) for _ in range(count)]
+    return [Waiting(LimitState([pace_of(text)])) for _ in range(count)]
 
 
 def test_all_that_wait_are_asked_for_together_and_in_order(coordination: Coordination) -> None:
@@ -79,7 +73,11 @@ def test_all_that_wait_are_asked_for_together_and_in_order(coordination: Coordin
     permits.ask([third])
     # Of three only those without a permit are asked for, each time.
     assert [len(asks) for asks, _ in coordination.calls] == [1, 1, 2]
-    assert first.permit_from <= second.permit_from < third.permit_from
+    assert (
+        first.limit_state.permit_from
+        <= second.limit_state.permit_from
+        < third.limit_state.permit_from
+    )
 
 
 def test_whoever_waits_for_an_answer_asks_nothing_if_another_call_gets_it(
@@ -158,10 +156,10 @@ def test_no_start_comes_before_the_moment_of_its_permit(coordination: Coordinati
     permits, deliveries = coordination.permits(), several(20, "30/s")
     permits.ask(deliveries)
     now = coordination.clock.monotonic()
-    late = next(each for each in deliveries if each.permit_from > now)
-    assert late.permit is not None
+    late = next(each for each in deliveries if each.limit_state.permit_from > now)
+    assert late.limit_state.permit is not None
     assert not permits.use(late)
-    coordination.clock.advance(late.permit_from - now)
+    coordination.clock.advance(late.limit_state.permit_from - now)
     assert permits.use(late)
 
 
@@ -172,12 +170,12 @@ def test_one_that_may_start_earlier_than_it_was_told_comes_up_earlier(
     permits = coordination.permits(on_earlier=earlier.update)
     first, second, third, fourth = several(4)
     permits.ask([first, second, third, fourth])
-    told = fourth.permit_from
+    told = fourth.limit_state.permit_from
     # When one before it does not start
     permits.give_back([third])
     permits.ask([fourth])
-    assert fourth.permit_from < told - 0.5
-    assert earlier[fourth] <= fourth.permit_from
+    assert fourth.limit_state.permit_from < told - 0.5
+    assert earlier[fourth] <= fourth.limit_state.permit_from
 
 
 def test_the_permit_of_one_that_does_not_start_is_given_back(coordination: Coordination) -> None:
@@ -195,7 +193,7 @@ def test_the_permit_of_one_that_nobody_comes_for_is_given_back(coordination: Coo
     coordination.clock.advance(FORGOTTEN_AFTER + 1)
     permits.ask([second])
     assert permits.has_permit(second)
-    assert permits.waiting_for(second.paces[0]) == [second]
+    assert permits.waiting_for(second.limit_state.paces[0]) == [second.limit_state]
 
 
 def test_deliveries_that_nobody_comes_for_do_not_keep_others_from_starting(
@@ -212,7 +210,9 @@ def test_deliveries_that_nobody_comes_for_do_not_keep_others_from_starting(
             permits.ask([delivery])
             if not permits.has_permit(delivery):
                 coordination.clock.advance(0.05)
-        coordination.clock.advance(max(0.0, delivery.permit_from - coordination.clock.seconds))
+        coordination.clock.advance(
+            max(0.0, delivery.limit_state.permit_from - coordination.clock.seconds)
+        )
         started += permits.use(delivery)
         permits.note_start(delivery)
         if coordination.clock.seconds >= BEGINS_AT + 60:
@@ -239,7 +239,9 @@ def test_where_a_call_takes_long_a_permit_is_good_for_longer(
         for _ in range(20):
             if not permits.has_permit(delivery):
                 permits.ask([delivery])
-        coordination.clock.advance(max(0.0, delivery.permit_from - coordination.clock.seconds))
+        coordination.clock.advance(
+            max(0.0, delivery.limit_state.permit_from - coordination.clock.seconds)
+        )
         started += permits.use(delivery)
         permits.note_start(delivery)
     assert started >= 18
@@ -249,7 +251,7 @@ def test_a_permit_of_another_rate_is_given_back(coordination: Coordination) -> N
     """An operator has changed it meanwhile."""
     permits, (delivery,) = coordination.permits(), several(1, "5/s")
     permits.ask([delivery])
-    delivery.paces = [pace_of("1/m")]
+    delivery.limit_state.paces = [pace_of("1/m")]
     assert not permits.has_permit(delivery)
     permits.ask([delivery])
     assert permits.has_permit(delivery)
@@ -318,25 +320,25 @@ def test_of_very_many_the_first_are_asked_for_and_the_others_wait_for_these(
     permits, deliveries = coordination.permits(), several(MOST_ASKED + 10)
     permits.ask(deliveries)
     assert [len(asks) for asks, _ in coordination.calls] == [MOST_ASKED]
-    interval, now = deliveries[0].paces[0].interval, coordination.clock.monotonic()
-    assert [each.permit_from for each in deliveries[MOST_ASKED:]] == pytest.approx(
+    interval, now = deliveries[0].limit_state.paces[0].interval, coordination.clock.monotonic()
+    assert [each.limit_state.permit_from for each in deliveries[MOST_ASKED:]] == pytest.approx(
         [now + (MOST_ASKED + number) * interval for number in range(10)]
     )
 
 
 def test_of_a_large_burst_all_that_may_start_get_a_permit(coordination: Coordination) -> None:
     pace = Limit("rate", Rate(100, 60.0, burst=2 * MOST_ASKED)).pace
-    deliveries = [Waiting([pace]) for _ in range(3 * MOST_ASKED)]
+    deliveries = [Waiting(LimitState([pace])) for _ in range(3 * MOST_ASKED)]
     coordination.permits().ask(deliveries)
-    assert sum(each.permit is not None for each in deliveries) == 2 * MOST_ASKED
+    assert sum(each.limit_state.permit is not None for each in deliveries) == 2 * MOST_ASKED
 
 
 def test_rates_that_nobody_asks_about_are_not_asked_for(coordination: Coordination) -> None:
-    permits, other = coordination.permits(), Waiting([pace_of("1/s", "other")])
+    permits, other = coordination.permits(), Waiting(LimitState([pace_of("1/s", "other")]))
     permits.ask([other])
     permits.use(other)
     permits.note_start(other)
-    permits.ask([Waiting([pace_of("1/s", "other")]) for _ in range(3)])
+    permits.ask([Waiting(LimitState([pace_of("1/s", "other")])) for _ in range(3)])
     permits.ask(several(1))
     assert [ask.paces[0].name for ask in coordination.calls[-1][0]] == ["rate"]
 
@@ -367,7 +369,7 @@ def test_where_lanes_must_not_wait_they_begin_as_late_as_the_preparation_takes_a
     permits, deliveries = coordination.permits(waits_in_transactions=False), several(40)
     for delivery in deliveries:
         delivery.is_in_transaction = True
-        delivery.prepared_from = coordination.clock.monotonic()
+        delivery.limit_state.prepared_from = coordination.clock.monotonic()
         coordination.clock.advance(0.1)
         permits.note_prepared(delivery)
     assert permits.soon(deliveries[0]) == pytest.approx(0.1, abs=0.01)
@@ -377,7 +379,7 @@ def test_what_takes_long_to_prepare_is_asked_for_longer_ahead(coordination: Coor
     permits, deliveries = coordination.permits(), several(20, "1/m")
     least = permits.soon(deliveries[0])
     for delivery in deliveries:
-        delivery.prepared_from = coordination.clock.monotonic()
+        delivery.limit_state.prepared_from = coordination.clock.monotonic()
         coordination.clock.advance(0.2)
         permits.note_prepared(delivery)
     assert permits.soon(deliveries[0]) > max(0.19, least)

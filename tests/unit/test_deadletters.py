@@ -15,15 +15,12 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.failures import (
     MAX_HEADER_MESSAGE,
-    MAX_TRACEBACK_LENGTH,
     dead_letter_of,
-    error_text,
-    fingerprint,
     record_for_topic,
     source_id,
-    traceback_text,
 )
 from kjo_django.exceptions import MessageError
+from kjo_django.failure_facts import MAX_TRACEBACK_LENGTH, FailureFacts, error_text
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import read_message
@@ -127,6 +124,10 @@ def test_a_foreign_death_is_told_by_its_place():
     assert one == source_id(outcome().delivery, None)
     for place in ({"offset": 8}, {"partition": 4}, {"topic": "paid"}):
         assert source_id(outcome(**place).delivery, None) != one
+
+
+def fingerprint(handler: str, error: BaseException | None) -> str:
+    return FailureFacts.of(error).fingerprint(handler)
 
 
 def test_failures_of_one_kind_share_a_fingerprint():
@@ -252,10 +253,28 @@ def test_a_long_traceback_loses_its_beginning_and_not_the_line_that_raised():
     try:
         deep(50)
     except ValueError as error:
-        text = traceback_text(error)
+        text = FailureFacts.of(error).traceback
     assert len(text) == MAX_TRACEBACK_LENGTH
     assert text.rstrip().endswith("yyy")
-    assert traceback_text(ValueError("never raised")) == ""
+    assert FailureFacts.of(ValueError("never raised")).traceback == ""
+
+
+def test_an_error_is_asked_for_its_text_once_whatever_is_written_of_it():
+    texts = []
+
+    class Fickle(Exception):
+        def __str__(self) -> str:
+            texts.append(f"text {len(texts)}")
+            return texts[-1]
+
+    attempt = outcome(Fickle())
+    # When
+    record, letter = topic_record_of(attempt), letter_of(attempt)
+    # Then
+    assert (letter.error, record.headers[names.DLQ_EXCEPTION_MESSAGE]) == ("text 0", b"text 0")
+    # Another error, as that of a commit, is another failure.
+    attempt.error = Fickle()
+    assert letter_of(attempt).error == "text 1"
 
 
 # --- The record for the dead-letter topic ---------------------------------------------------------

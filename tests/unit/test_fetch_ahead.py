@@ -23,6 +23,7 @@ from kjo_django.engine.scheduler import (
     GroupScheduler,
     QueueLimit,
 )
+from kjo_django.limits.permits import LimitState
 from kjo_django.transports.base import TopicPartition
 from tests.clocks import SetClock
 from tests.unit.deliveries import Silent
@@ -228,7 +229,7 @@ def test_those_of_a_key_go_together_and_stay_behind_one_that_runs():
 
 def test_some_stay_whatever_waits_before_them():
     has_slot, was_begun, of_others = deliveries(1)[0], deliveries(1)[0], delivery(None)
-    has_slot.slot_until = 1e9
+    has_slot.limit_state = LimitState(slot_until=1e9)
     was_begun.attempt = object()  # type: ignore[assignment]
     waiting = deliveries(1)
     lanes = stuck([has_slot, was_begun, of_others], waiting)

@@ -19,6 +19,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler, QueueLimit
 from kjo_django.exceptions import MessageError
+from kjo_django.limits.permits import LimitState
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.clocks import SetClock
@@ -713,8 +714,10 @@ def later(lanes: GroupScheduler, clock: SetClock, moments: Iterable[float]) -> l
     deliveries = [delivery() for _ in moments]
     lanes.put(deliveries)
     group = take(lanes)
-    for each, moment in zip(group.deliveries, moments, strict=True):
-        each.held_until, each.asks_again = clock.monotonic() + moment, True
+    for each in group.deliveries:
+        each.limit_state = LimitState(asks_again=True)
+    at = [clock.monotonic() + moment for moment in moments]
+    lanes.put_off(dict(zip(group.deliveries, at, strict=True)))
     lanes.finish(group, group.deliveries, 1.0)
     return group.deliveries
 

@@ -110,7 +110,7 @@ class RunningCall:
         # Last: what is done before is no part of the start.
         context = self.context
         for run in context.items if isinstance(context, BatchContext) else (context,):
-            if run.delivery is not None and run.delivery.permit is not None:
+            if run.delivery is not None and run.delivery.limit_state is not None:
                 watch.on_start(run.delivery)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
@@ -157,7 +157,7 @@ class TimeoutWatch:
     ) -> None:
         self.clock = clock
         self.on_start: Callable[[Delivery], None] = lambda delivery: None
-        """Is called with each delivery that has a permit of a rate, when its handler is called."""
+        """Is called with each delivery that has limits, when its handler is called."""
         self._on_hung = on_hung
         self._frozen_after = frozen_after
         self._has_slot = has_slot

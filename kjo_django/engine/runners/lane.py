@@ -36,6 +36,7 @@ from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.recorder import EndedQueue
+from kjo_django.failure_facts import error_text
 from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import one_line
 from kjo_django.models import EventKey
@@ -124,7 +125,7 @@ class LaneRunner:
                     elif number > 0:
                         admission.end_expired(attempt)
                 calls = [attempt for attempt in step if attempt.ending is None]
-                if any(attempt.delivery.is_limited for attempt in calls):
+                if any(attempt.delivery.limit_state is not None for attempt in calls):
                     self._defer_what_may_not_start(calls)
                 parts = [calls] if calls else []
                 for part in parts:
@@ -132,7 +133,7 @@ class LaneRunner:
                     raised = self._call(part, savepoint or guard.pristine(), guard)
                     if raised is not None and not _goes_on(guard, savepoint):
                         guard.unwanted = [each for each in part if each.abort_reason in UNWANTED]
-                        why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
+                        why = f"{part[0].delivery.kind}: {error_text(raised)}"
                         raise RolledBack(why, guard) from raised
                     guard.ran += [attempt for attempt in part if attempt.ending is not None]
                     # Of a batch that has failed, those that are not known to be to blame.
@@ -253,7 +254,7 @@ def _may_complete_alone(attempt: Attempt, guard: TransactionGuard) -> bool:
     if attempt.abort_reason is not None or not is_of_database(attempt.error, guard.connection):
         return False
     why = "%s failed in the transaction of its group, and runs again alone: %s"
-    text = failures.error_text(attempt.error)
+    text = error_text(attempt.error)
     logger.info(why, attempt.delivery.kind, one_line(text), extra=facts_of(attempt.delivery))
     return True
 

@@ -11,7 +11,7 @@ from django.db.models import F, QuerySet
 
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
-from kjo_django.engine.failures import error_text, fingerprint, traceback_text, type_text
+from kjo_django.failure_facts import FailureFacts
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
@@ -64,7 +64,7 @@ def record_letter(
 
     :param headers: as the message went to the dead-letter topic.
     """
-    now = CLOCK.now()
+    now, facts = CLOCK.now(), FailureFacts.of(error)
     place = place_of(record)
     identity = f"kdlq\0{consumer}\0{group}\0{place}"
     letter = DeadLetter(
@@ -82,10 +82,8 @@ def record_letter(
         partition=record.partition,
         offset=record.offset,
         release=get_settings().release,
-        error_type=type_text(error),
-        error=error_text(error),
-        traceback=traceback_text(error),
-        fingerprint=fingerprint(consumer, error),
+        **facts.columns(),
+        fingerprint=facts.fingerprint(consumer),
         replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
         closed_at=now if is_skipped else None,
