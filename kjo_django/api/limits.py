@@ -37,7 +37,7 @@ Limit = shape(
     asked=LimitValues(help_text="By operators; null: as declared."),
     rate_key=serializers.CharField(allow_blank=True, help_text="Empty: one rate for all jobs."),
     concurrency_key=serializers.CharField(allow_blank=True, help_text="Empty: all are counted."),
-    waiting_count=serializers.IntegerField(help_text="Jobs that wait for it."),
+    waiting_count=serializers.IntegerField(help_text="Jobs that wait for it, up to 100,000."),
     taken_count=serializers.IntegerField(
         allow_null=True, help_text="Slots that are taken; null: not known, or one for each key."
     ),

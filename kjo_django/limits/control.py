@@ -74,7 +74,8 @@ def clear_limit(name: str, *, actor: str = "", on_changed: Observer | None = Non
 
 def overview() -> list[dict[str, Any]]:
     """Return every limit with what was declared, what an operator asked, what holds, and how many
-    jobs wait for it."""
+    jobs wait for it; 100,000 is a lower bound. The number of queries does not depend on how many
+    limits there are."""
     runtime, settings = current_runtime(), get_settings()
     controls = {row.name: row for row in LimitControl.objects.using(runtime.database)}
     declared: dict[str, dict[str, Any]] = {}
@@ -113,10 +114,12 @@ def overview() -> list[dict[str, Any]]:
                 "concurrency": asked_slots or own["concurrency"],
                 "rate_key": own.get("rate_key", ""),
                 "concurrency_key": own.get("concurrency_key", ""),
-                "waiting_count": held.waiting_count(runtime, name),
                 "changed_by": control.changed_by if control else "",
             }
         )
+    counts = held.waiting_counts(runtime, [row["name"] for row in found])
+    for row in found:
+        row["waiting_count"] = counts[row["name"]]
     _add_taken_slots(found)
     return found
 

@@ -23,6 +23,7 @@ from kjo_django.limits.rules import Limit
 from kjo_django.models import NEVER, HeldJob, Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
+from kjo_django.store.counting import bounded_counts
 from kjo_django.store.rows import JobRow
 
 LEAD = 4.0
@@ -41,6 +42,12 @@ MOST_RELEASED = 500
 """Jobs of one limit that are on their way to workers at most."""
 _NAMES = 500
 """Names in one query, within what SQLite binds."""
+_COUNTED = 100
+"""Limits whose jobs are counted in one query: SQLite joins 500 selections at most, and each binds
+several values."""
+_LOOKED_AT = 10_000
+"""Places of one limit whose jobs are looked at for a count: that takes four times as long as to
+count the places."""
 
 
 class Place(NamedTuple):
@@ -116,13 +123,24 @@ def released_count(runtime: Runtime, name: str) -> int:
     return rows(runtime).filter(limit=name, is_released=True).count()
 
 
-def waiting_count(runtime: Runtime, name: str) -> int:
-    """Return how many jobs wait for the limits of a queue or of a handler, whatever their keys:
-    those in line, and those that are on their way to a worker."""
+def waiting_counts(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
+    """Return how many jobs wait for the limits of each of these queues or handlers, whatever their
+    keys: those in line, and those that are on their way to a worker. A count of 100,000 is a lower
+    bound; one above 10,000 has those in it that were cancelled since.
+
+    :param names: as ``queue:<queue>`` or ``job:<registered name>``.
+    """
     waiting = Job.objects.using(runtime.database).filter(
         pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
     )
-    return rows(runtime).filter(_of(name), Exists(waiting)).count()
+    places = rows(runtime).order_by()
+    found: dict[str, int] = {}
+    for some in _chunks(names, _COUNTED):
+        counts = bounded_counts({name: places.filter(_of(name)) for name in some})
+        few = [name for name, count in counts.items() if 0 < count <= _LOOKED_AT]
+        still = places.filter(Exists(waiting))
+        found |= counts | bounded_counts({name: still.filter(_of(name)) for name in few})
+    return found
 
 
 def call_back(runtime: Runtime, name: str) -> None:
@@ -379,6 +397,6 @@ def stalled(runtime: Runtime, count: int, after: str) -> list[HeldJob]:
     return found
 
 
-def _chunks(values: Collection[Any]) -> list[list[Any]]:
+def _chunks(values: Collection[Any], size: int = _NAMES) -> list[list[Any]]:
     listed = list(values)
-    return [listed[start : start + _NAMES] for start in range(0, len(listed), _NAMES)]
+    return [listed[start : start + size] for start in range(0, len(listed), size)]

@@ -38,6 +38,17 @@ def bounded_counts(rows: Mapping[str, QuerySet[Any]], limit: int = COUNT_LIMIT) 
     return dict(_each({name: each.values("pk")[:limit] for name, each in rows.items()}, "COUNT(*)"))
 
 
+def first_moments(rows: Mapping[str, QuerySet[Any]], column: str) -> dict[str, datetime | None]:
+    """Return a time of the first row of each selection, in one query; None where there is none.
+
+    :param rows: by name, each ordered; all of one model and database.
+    :param column: the field with the time.
+    """
+    selections = {name: each.values(column)[:1] for name, each in rows.items()}
+    found = dict(_each(selections, "looked_at.*"))
+    return {name: _moment(found.get(name)) for name in rows}
+
+
 def keys_of_each(rows: Mapping[str, QuerySet[Any]]) -> dict[str, list[Any]]:
     """Return the primary keys of each selection, in one query.
 

@@ -87,7 +87,7 @@ from kjo_django.worker.duties import (
 from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
 from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.sessions import mark_sessions
-from kjo_django.worker.statistics import OutageLog, Statistics, memory_bytes
+from kjo_django.worker.statistics import OutageLog, RollupMerger, Statistics, memory_bytes
 from kjo_django.worker.supervisor import LEFT_RUNNING, THREAD_DIED, stop_on_signals
 
 logger = get_logger("kjo_django")
@@ -291,6 +291,7 @@ class Worker:
             Rescuer(runtime, token),
             LimitDuty(runtime, token, self.limiter),
             LagRecorder(runtime, token, self.queues),
+            RollupMerger(runtime, token),
             WorkflowDeadlines(runtime, token),
         ]
         self._alive_threads = [

@@ -7,14 +7,14 @@ import os
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from django.db.models import QuerySet
+from django.db.models import Count, QuerySet
 
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
@@ -23,7 +23,7 @@ from kjo_django.failure_facts import error_text
 from kjo_django.logs import get_logger
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime
-from kjo_django.worker.duties import PeriodicDuty
+from kjo_django.worker.duties import LeasedDuty, PeriodicDuty
 
 logger = get_logger("kjo_django")
 
@@ -160,11 +160,69 @@ def _add_to_row(rows: QuerySet[Any], bucket: _Bucket, **which: Any) -> None:
     row.wait_histogram = _sum(row.wait_histogram or _EMPTY, bucket.waits)
     row.run_seconds_sum += bucket.run_seconds
     row.wait_seconds_sum += bucket.wait_seconds
-    row.save(using=rows.db)
+    # One that was merged meanwhile is not made again: the next flush makes another.
+    row.save(using=rows.db, force_update=not row._state.adding)
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:
     return [a + b for a, b in zip(left, right, strict=True)]
+
+
+class RollupMerger(LeasedDuty):
+    """Makes one row of the roll-ups of several workers, of each time that is over: what screens of
+    days read does not depend on how many workers there are, nor on how often they are replaced.
+    """
+
+    leases = ("METRICS",)
+    PAUSE = 300.0
+    AFTER = timedelta(minutes=10)
+    """How long after the end of its time a roll-up is merged: its worker has added what it counted.
+    One that has been cut off for longer adds it to a new row, which is merged in its turn."""
+    MOST = 500
+    """Rows that a round makes of each length at most, in a transaction each."""
+    WORKER = UUID(int=0)
+    """Stands for all workers."""
+
+    def __init__(self, runtime: Runtime, token: str) -> None:
+        super().__init__(runtime, token, self.PAUSE)
+
+    def work_on(self, held: list[str]) -> None:
+        """Merge."""
+        for minutes in MetricRollup.LENGTHS:
+            until = self._clock.now() - self.AFTER - timedelta(minutes=minutes)
+            table = MetricRollup.objects.using(self._runtime.database)
+            rows = table.filter(minutes=minutes, minute__lt=until)
+            counted = rows.order_by().values_list(*_SPAN).annotate(Count("pk"))
+            for *span, _ in counted.filter(pk__count__gt=1)[: self.MOST]:
+                if self._is_stopping:
+                    return
+                which = dict(zip(_SPAN, span, strict=True)) | {"minutes": minutes}
+                with self._runtime.store.writing():
+                    alike = rows.filter(**which).order_by("pk").select_for_update()
+                    self._merge(list(alike), which)
+
+    def _merge(self, rows: Sequence[MetricRollup], which: Mapping[str, Any]) -> None:
+        """Put a row with the sums of some in place of these. It is never one of them: whoever has
+        read that adds to what is gone, and notices."""
+        using = self._runtime.database
+        total = MetricRollup(worker_id=self.WORKER, **which)
+        for row in rows:
+            for name in _SUMS:
+                setattr(total, name, getattr(total, name) + getattr(row, name))
+            for name in _HISTOGRAMS:
+                counts = getattr(row, name) or _EMPTY
+                setattr(total, name, _sum(getattr(total, name) or _EMPTY, counts))
+            if row.lag is not None:
+                total.lag = (total.lag or 0) + row.lag
+        table = MetricRollup.objects.using(using).order_by()
+        table.filter(pk__in=[row.pk for row in rows])._raw_delete(using)
+        if rows:
+            total.save(using=using, force_insert=True)
+
+
+_SPAN = ("minute", "queue", "handler")
+_SUMS = (*_COUNTERS.values(), "unused_permit_count", "run_seconds_sum", "wait_seconds_sum")
+_HISTOGRAMS = ("run_histogram", "wait_histogram")
 
 
 class OutageLog:

@@ -4,7 +4,8 @@
 
 Needs PostgreSQL and empty tables; migrates first. The same numbers and the same ``--now`` give the
 same rows: states, queues, handlers, keys, failed attempts, dead letters of a few dozen errors,
-markers of every completed job, and the minute buckets that add up to just these jobs.
+markers of every completed job, and the minute buckets that add up to just these jobs. After them
+come jobs that wait for a limit, workflows and schedules.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from django.core.management import call_command
 
     django.setup()
+    from django.utils import timezone
+
     from tests.benchmarks.errors import BenchmarkError
+    from tests.benchmarks.seeding.features import add_features
     from tests.benchmarks.seeding.filling import fill
 
     call_command("migrate", verbosity=0)
     try:
-        counts = fill(options.jobs, options.dead_letters, now=options.now, tell=_tell)
+        now = options.now or timezone.now()
+        counts = fill(options.jobs, options.dead_letters, now=now, tell=_tell)
+        add_features(options.jobs, options.dead_letters, now, tell=_tell)
     except BenchmarkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import pytest
 from django.db import connection
 from django.db.models import Count, Max, Min, Sum
 
+from kjo_django.limits import held
 from kjo_django.models import (
     BOUNDS,
     DeadLetter,
@@ -16,9 +17,20 @@ from kjo_django.models import (
     MetricBucket,
     MetricRollup,
     ProcessedEvent,
+    Workflow,
 )
+from kjo_django.runtime import current_runtime
+from kjo_django.schedules.shown import overview
+from kjo_django.workflows import lists
+from kjo_django.workflows.snapshots import graph
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds
+from tests.benchmarks.seeding.features import (
+    JOBS_APART,
+    JOBS_IN_LINE,
+    SCHEDULES,
+    add_features,
+)
 from tests.benchmarks.seeding.filling import fill
 
 pytestmark = [pytest.mark.postgres, pytest.mark.large]
@@ -69,6 +81,22 @@ def test_what_came_of_the_jobs_adds_up(postgres):
     assert set(dead.values_list("job__state", flat=True)) == {"failed"}
     last_tries = JobFailure.objects.filter(job__state="failed", attempt=3)
     assert last_tries.count() == Job.objects.filter(state="failed").count()
+
+
+def test_limits_workflows_and_schedules_are_consistent(postgres):
+    fill(JOBS, LETTERS, now=NOW)
+    add_features(JOBS, LETTERS, NOW)
+
+    counts = held.waiting_counts(current_runtime(), [f"job:{kind.handler}" for kind in kinds.KINDS])
+    assert sum(counts.values()) == JOBS // JOBS_IN_LINE
+    workflows = list(Workflow.objects.order_by("pk"))
+    assert len(workflows) == JOBS // JOBS_APART
+    for workflow, facts in lists.facts(workflows).items():
+        jobs = Job.objects.filter(stage__workflow=workflow)
+        assert facts["steps"] == jobs.count() == 52
+        assert facts["completed"] == jobs.filter(state="completed").count()
+        assert [len(stage.required) for stage in graph(workflow)] == [0, 1, 1]
+    assert len(overview()) == SCHEDULES
 
 
 def test_nothing_of_it_is_due_and_its_indexes_are_back(postgres):

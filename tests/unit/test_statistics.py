@@ -5,24 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_right
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from django.db import DatabaseError, connections
+from django.db.models.signals import pre_save
 from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.ids import uuid7
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
+from kjo_django.operations.monitoring import metrics
 from kjo_django.registry import find
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
 from kjo_django.worker import statistics as module
-from kjo_django.worker.statistics import OutageLog, Statistics
+from kjo_django.worker.statistics import OutageLog, RollupMerger, Statistics
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Silent
 from tests.waiting import PATIENCE
@@ -274,3 +278,96 @@ def test_a_worker_tells_groups_of_one_name_apart(settings):
     # Then
     assert told == ["mailers (default)"]
     assert worker.last_error == "away"
+
+
+# --- Roll-ups of several workers ------------------------------------------------------------------
+
+
+def roll_ups(count, *, hours_ago=3, **values):
+    """Roll-ups of so many workers, of an hour and of its first quarter."""
+    hour = timezone.now().replace(minute=0, second=0, microsecond=0) - timedelta(hours=hours_ago)
+    histogram = [0] * (BOUNDS - 1) + [1]
+    facts = {"minute": hour, "queue": "ledger", "handler": "ledger.write", "completed_count": 1}
+    facts |= {"run_histogram": histogram, "wait_histogram": histogram, "run_seconds_sum": 2.0}
+    rows = [
+        MetricRollup(minutes=minutes, worker_id=uuid7(), **{**facts, **values})
+        for minutes in MetricRollup.LENGTHS
+        for _ in range(count)
+    ]
+    MetricRollup.objects.bulk_create(rows)
+
+
+def merge():
+    RollupMerger(current_runtime(), "me").work_on(["METRICS"])
+
+
+def figures():
+    """What the screens show of the last day and of the last week."""
+    return [
+        [
+            (point.completed, point.runs, point.waits, point.run_seconds, point.lag)
+            for point in points
+        ]
+        for _, points in map(metrics.series, (timedelta(days=1), timedelta(days=7)))
+    ]
+
+
+def test_roll_ups_of_several_workers_become_one_row_and_screens_show_the_same():
+    roll_ups(3)
+    roll_ups(2, handler="ledger.other")
+    roll_ups(1, handler="", lag=5, run_histogram=[], wait_histogram=[], completed_count=0)
+    roll_ups(2, handler="", run_histogram=[], wait_histogram=[], completed_count=0, skipped_count=1)
+    before = figures()
+    merge()
+    assert MetricRollup.objects.count() == 3 * len(MetricRollup.LENGTHS)
+    assert figures() == before
+
+
+def test_what_a_worker_adds_later_is_merged_in_its_turn():
+    roll_ups(2)
+    merge()
+    roll_ups(1)
+    merge()
+    assert [row.completed_count for row in MetricRollup.objects.all()] == [3, 3]
+    assert {row.worker_id for row in MetricRollup.objects.all()} == {RollupMerger.WORKER}
+
+
+def test_roll_ups_of_a_time_that_is_not_over_stay_each_workers_own():
+    roll_ups(2, hours_ago=0)
+    merge()
+    hours = MetricRollup.objects.filter(minutes=MetricRollup.HOUR)
+    assert hours.count() == 2
+
+
+def test_a_row_that_is_merged_while_its_worker_adds_to_it_is_not_made_again():
+    # Given a worker that counts late, and a merge between its look for the row and its write
+    class Late(Clock):
+        def now(self):
+            return hour
+
+    hour = timezone.now().replace(minute=0, second=0, microsecond=0) - timedelta(hours=3)
+    statistics = Statistics(replace(current_runtime(), clock=Late()), uuid7())
+    statistics.add([outcome()])
+    statistics.flush()
+    statistics.add([outcome()])
+    roll_ups(1)
+
+    def merge_first(**facts):
+        pre_save.disconnect(merge_first, sender=MetricRollup)
+        merge()
+
+    pre_save.connect(merge_first, sender=MetricRollup, weak=False)
+    # When
+    with pytest.raises(DatabaseError):
+        statistics.flush()
+    statistics.flush()
+    merge()
+    # Then
+    assert [row.completed_count for row in MetricRollup.objects.all()] == [3, 3]
+
+
+def test_roll_ups_of_one_worker_are_not_touched():
+    roll_ups(1)
+    before = set(MetricRollup.objects.values_list("pk", "worker_id"))
+    merge()
+    assert set(MetricRollup.objects.values_list("pk", "worker_id")) == before

@@ -13,6 +13,7 @@ from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
 from kjo_django.limits import control
 from kjo_django.operations.actions import ACTIONS, Subject
+from kjo_django.store.counting import COUNT_LIMIT
 
 NAME = "limits"
 
@@ -26,7 +27,8 @@ def show(page: Page) -> HttpResponse:
         "count": len(rows),
         "waiting": waiting,
     }
-    return page.show("limits.html", {"rows": rows, "summary": summary}, title=_("Limits"))
+    values = {"rows": rows, "summary": summary, "limit": COUNT_LIMIT}
+    return page.show("limits.html", values, title=_("Limits"))
 
 
 def _buttons(page: Page, row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -319,7 +319,8 @@ def _table(length: timedelta) -> tuple[QuerySet[Any], timedelta]:
 
 def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[Any]:
     found = rows.filter(minute__gte=start).values_list(*_COLUMNS, named=True)
-    return streamed(found, chunk_size=5000)
+    # Of the minutes of many workers there may be a lot. Roll-ups are merged.
+    return found if rows.model is MetricRollup else streamed(found, chunk_size=5000)
 
 
 def _summaries(length: timedelta, by: str) -> dict[str, Summary]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from kjo_django.store.counting import (
     COUNT_LIMIT,
     bounded_count,
     bounded_counts,
+    first_moments,
     grouped_counts,
     many_grouped_counts,
     seconds_since,
@@ -66,7 +67,10 @@ def overview() -> dict[str, Any]:
     counts = bounded_counts({"letters": letters.order_by("pk"), "backlog": unpublished})
     queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
     ready = queued.filter(available_at__lte=now).order_by("pk")
-    oldest = [_first(rows) for rows in (waiting_jobs(now), ready)]
+    oldest = first_moments(
+        {"backlog": unpublished, "waiting": waiting_jobs(now), "ready": ready}, "available_at"
+    )
+    since = min(filter(None, (oldest["waiting"], oldest["ready"])), default=None)
     workers = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     living = workers.filter(heartbeat_at__gte=now - alive_within()).order_by()
     in_flight = list(living.values_list("in_flight_count", flat=True)[:5000])
@@ -75,19 +79,13 @@ def overview() -> dict[str, Any]:
         "states": state_counts(),
         "open_dead_letters": counts["letters"],
         "backlog": counts["backlog"],
-        "oldest_backlog_seconds": seconds_since(
-            _first(unpublished) if counts["backlog"] else None, now
-        ),
-        "oldest_waiting_seconds": seconds_since(min(filter(None, oldest), default=None), now),
+        "oldest_backlog_seconds": seconds_since(oldest["backlog"], now),
+        "oldest_waiting_seconds": seconds_since(since, now),
         "in_flight": sum(in_flight),
         "living_workers": len(in_flight),
         "failed_last_hour": totals.failed,
         "done_per_minute": totals.per_minute,
     }
-
-
-def _first(rows: QuerySet[Job]) -> datetime | None:
-    return rows.values_list("available_at", flat=True).first()
 
 
 def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
@@ -236,7 +234,7 @@ def relay(now: datetime | None = None) -> dict[str, Any]:
     unpublished, is_needed = backlog(now)
     return {
         "backlog": bounded_count(unpublished),
-        "oldest_seconds": seconds_since(_first(unpublished), now),
+        "oldest_seconds": seconds_since(first_moments({"": unpublished}, "available_at")[""], now),
         "is_needed": is_needed,
     }
 
@@ -288,23 +286,44 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault((row["transport"], row["consumer_group"]), []).append(row)
     refusals: dict[str, str] = {}
     for (transport, group), members in groups.items():
-        places: dict[str, list[dict[str, Any]]] = {t: [] for row in members for t in row["topics"]}
+        places: dict[str, list[dict[str, Any]]] = {}
         if transport not in refusals:
+            topics = {topic for row in members for topic in row["topics"]}
             try:
-                answers = get_transport(transport).offsets(sorted(places), group)
-                for place, offsets in sorted(answers.items()):
-                    at = {**place._asdict(), **offsets._asdict()}
-                    places[place.topic].append(at)
+                places = _places_of(transport, group, topics)
             except PublishError as error:
                 refusals[transport] = str(error)
-        error_text = refusals.get(transport)
         for row in members:
-            found = [] if error_text else [each for t in row["topics"] for each in places[t]]
-            row["partitions"] = found
-            by_partition = {_label(row, each): each["lag"] for each in found}
-            row["lag"] = None if error_text else sum(by_partition.values())
-            row["lag_by_partition"] = by_partition
-            row["lag_error"] = error_text
+            _add_lag(row, places, refusals.get(transport))
+
+
+def _places_of(
+    transport: str, group: str, topics: Collection[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the partitions of each topic in order, with the offsets of a consumer group.
+
+    :raises PublishError: the transport does not tell.
+    """
+    places: dict[str, list[dict[str, Any]]] = {topic: [] for topic in topics}
+    answers = get_transport(transport).offsets(sorted(topics), group)
+    for place, offsets in sorted(answers.items()):
+        places[place.topic].append({**place._asdict(), **offsets._asdict()})
+    return places
+
+
+def _add_lag(
+    row: dict[str, Any], places: Mapping[str, list[dict[str, Any]]], error_text: str | None
+) -> None:
+    """Add to one queue the partitions of its topics and its lag.
+
+    :param error_text: why they are not known, if they are not.
+    """
+    found = [place for topic in row["topics"] for place in places.get(topic, ())]
+    by_partition = {_label(row, place): place["lag"] for place in found}
+    row["partitions"] = found
+    row["lag"] = sum(by_partition.values()) if error_text is None else None
+    row["lag_by_partition"] = by_partition
+    row["lag_error"] = error_text
 
 
 def _label(row: dict[str, Any], place: dict[str, Any]) -> str:

@@ -68,7 +68,8 @@ def fill(
     with connection.cursor() as cursor:
         for name, value in SESSION.items():
             cursor.execute(f"SET {name} = '{value}'")
-        _write_kinds(cursor)
+        write_kinds(cursor)
+        _write_failures(cursor)
         with _indexes_built_last(tell):
             for first in range(1, jobs + 1, CHUNK):
                 last = min(first + CHUNK - 1, jobs)
@@ -97,12 +98,17 @@ def _check(jobs: int, dead_letters: int) -> None:
         raise BenchmarkError("the tables have rows already; give a database of its own")
 
 
-def _write_kinds(cursor: Any) -> None:
+def write_kinds(cursor: Any) -> None:
+    """Write the temporary table of kinds."""
     cursor.execute(statements.KINDS)
     cursor.executemany(
         "INSERT INTO seed_kind VALUES (%s, %s, %s, %s, %s)",
         [(n, kind.queue, kind.handler, kind.keys, kind.run_power) for n, kind in kinds.slots()],
     )
+    cursor.execute("ANALYZE seed_kind")
+
+
+def _write_failures(cursor: Any) -> None:
     cursor.execute(statements.ERRORS)
     cursor.executemany(
         "INSERT INTO seed_error VALUES (%s, %s, %s, %s, %s, %s, %s)",
@@ -116,7 +122,6 @@ def _write_kinds(cursor: Any) -> None:
         "INSERT INTO seed_worker VALUES (%s, md5(%s)::uuid, %s)",
         [(n, name, name) for n, name in enumerate(kinds.WORKERS)],
     )
-    cursor.execute("ANALYZE seed_kind")
     cursor.execute("ANALYZE seed_error")
 
 

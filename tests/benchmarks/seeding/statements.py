@@ -16,7 +16,7 @@ CREATE TEMPORARY TABLE seed_error (
 """
 WORKERS = "CREATE TEMPORARY TABLE seed_worker (slot int PRIMARY KEY, id uuid, name text)"
 
-_NUMBERED = """
+NUMBERED = """
 SELECT n, seed_kind.*, h, run_ms, created_at,
     (lpad(to_hex((extract(epoch FROM created_at) * 1000)::bigint), 12, '0')
         || '7' || lpad(to_hex(n & 4095), 3, '0') || 'a'
@@ -41,7 +41,7 @@ SELECT (d * %(jobs)s + %(dead)s - 1) / %(dead)s FROM generate_series(1, %(dead)s
 
 JOBS = f"""
 CREATE TEMPORARY TABLE seed_job AS
-WITH numbered AS ({_NUMBERED.format(numbers=_CHUNK)}), stated AS (
+WITH numbered AS ({NUMBERED.format(numbers=_CHUNK)}), stated AS (
     SELECT *, CASE
         WHEN is_dead AND death %% 10 IN (7, 8) THEN 'completed'
         WHEN is_dead THEN 'failed'
@@ -136,7 +136,7 @@ FROM tried JOIN seed_worker ON seed_worker.slot = h %% 4
 """
 
 LETTERS = f"""
-WITH numbered AS ({_NUMBERED.format(numbers=_DEATHS)}), closed AS (
+WITH numbered AS ({NUMBERED.format(numbers=_DEATHS)}), closed AS (
     SELECT *, CASE WHEN death %% 10 IN (7, 8) THEN 'replayed' WHEN death %% 10 = 9 THEN 'discarded'
         ELSE 'open' END AS letter_state
     FROM numbered
@@ -205,7 +205,8 @@ SELECT md5(minutes::text || begun || summed.queue || summed.handler || worker_id
     run_seconds, wait_seconds
 FROM (
     SELECT minutes, date_bin(minutes * interval '1 minute', minute, 'epoch'::timestamptz) AS begun,
-        queue, handler, worker_id, sum(completed_count)::bigint AS completed,
+        queue, handler, '00000000-0000-0000-0000-000000000000'::uuid AS worker_id,
+        sum(completed_count)::bigint AS completed,
         sum(retried_count)::bigint AS retried, sum(failed_count)::bigint AS failed,
         sum(completed_count + retried_count + failed_count)::bigint AS ran,
         (array_agg(lag ORDER BY minute DESC))[1] AS lag,
