@@ -168,10 +168,10 @@ def _check_database(settings: Settings) -> Messages:
             named[f"KJO['QUEUES'][{name!r}]['database']"] = given.get("database")
     places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
     for where, backend in {**places, "KJO['COORDINATION']": settings.coordination}.items():
-        options = backend.get("OPTIONS") if isinstance(backend, dict) else None
-        if isinstance(options, dict):
-            for key in ("DATABASE", "LISTEN_DATABASE"):
-                named[f"{where}['OPTIONS'][{key!r}]"] = options.get(key)
+        given = backend.get("OPTIONS") if isinstance(backend, dict) else None
+        options = given if isinstance(given, dict) else {}
+        for key in ("DATABASE", "LISTEN_DATABASE"):
+            named[f"{where}['OPTIONS'][{key!r}]"] = options.get(key)
     for where, alias in named.items():
         if alias is not None and alias not in django_settings.DATABASES:
             yield checks.Error(

@@ -100,6 +100,15 @@ class Handler:
             self._check_batch_function()
             return
         parameters = list(self._signature.parameters.values())[1 if options.takes_context else 0 :]
+        self._read(parameters)
+        for option in ("key", "rate_key", "concurrency_key", "unique_by"):
+            self._check_fields(option)
+
+    def __repr__(self) -> str:
+        return f"<Handler {self.name}>"
+
+    def _read(self, parameters: list[inspect.Parameter]) -> None:
+        """Note which arguments the function takes."""
         for parameter in parameters:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ImproperlyConfigured(
@@ -111,20 +120,16 @@ class Handler:
         if named == parameters:
             required = frozenset(p.name for p in parameters if p.default is p.empty)
             self._names = required, frozenset(names)
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return
-        self._argument_names = names
-        for option, given in (
-            *((name, (getattr(options, name),)) for name in ("key", "rate_key", "concurrency_key")),
-            ("unique_by", options.unique_by or ()),
-        ):
-            fields = [each for each in given if isinstance(each, str)]
-            problem = self.unknown_argument(option, fields)
-            if problem is not None:
-                raise ImproperlyConfigured(problem)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            self._argument_names = names
 
-    def __repr__(self) -> str:
-        return f"<Handler {self.name}>"
+    def _check_fields(self, option: str) -> None:
+        """Check that an option names arguments of the function."""
+        given = getattr(self.options, option)
+        fields = (given or ()) if option == "unique_by" else (given,)
+        problem = self.unknown_argument(option, [each for each in fields if isinstance(each, str)])
+        if problem is not None:
+            raise ImproperlyConfigured(problem)
 
     def _check_batch_function(self) -> None:
         if self.options.takes_context:

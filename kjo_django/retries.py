@@ -192,13 +192,7 @@ def retry_after(
     try:
         value = getattr(error, "retry_after", None) if pauses else None
         if value is None:
-            answer = getattr(error, "response", None)
-            answer = error if answer is None else answer
-            statuses = {getattr(answer, name, None) for name in ("status_code", "status", "code")}
-            headers = getattr(answer, "headers", None)
-            if headers is None or statuses.isdisjoint((429, 503)):
-                return None
-            value = headers.get("Retry-After")
+            value = _header_of(error)
         if isinstance(value, str):
             value = _seconds_of_header(value.strip(), now)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -211,6 +205,17 @@ def retry_after(
         # Whatever a service or a library put there, the error itself has to be judged.
         logger.debug("A Retry-After could not be read: %s", wrong)
     return None
+
+
+def _header_of(error: BaseException) -> Any:
+    """Return the header of the answer with the status 429 or 503 that an error carries, or is."""
+    answer = getattr(error, "response", None)
+    answer = error if answer is None else answer
+    statuses = {getattr(answer, name, None) for name in ("status_code", "status", "code")}
+    headers = getattr(answer, "headers", None)
+    if headers is None or statuses.isdisjoint((429, 503)):
+        return None
+    return headers.get("Retry-After")
 
 
 def _seconds_of_header(value: str, now: datetime | None) -> float:

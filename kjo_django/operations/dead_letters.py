@@ -536,17 +536,19 @@ class Replayer:
         rows = select(DeadLetterFilter(ids=keys)).annotate(size=Length("value"))
         letters = list(rows.defer("traceback") if is_one else rows.defer("value", "traceback"))
         self.report.skipped += len(keys) - len(letters)
-        done: set[UUID] = set()
-        if not is_one:
-            plain = [one for one in letters if one.replay_count < get_settings().max_replays]
-            done = self._requeue_together([one for one in plain if one.job_id is not None])
-            done |= self._publish_together([one for one in plain if one.job_id is None])
+        done: set[UUID] = set() if is_one else self._replay_together(letters)
         for letter in letters:
-            if letter.pk not in done and self.report.stopped:
-                continue
-            self.report.count(letter.reason, letter.handler, letter.error_type)
-            if letter.pk not in done:
-                self.replay(letter)
+            is_done = letter.pk in done
+            if is_done or not self.report.stopped:
+                self.report.count(letter.reason, letter.handler, letter.error_type)
+                if not is_done:
+                    self.replay(letter)
+
+    def _replay_together(self, letters: Sequence[DeadLetter]) -> set[UUID]:
+        """Replay letters together where nothing stands against that; return the keys of these."""
+        plain = [one for one in letters if one.replay_count < get_settings().max_replays]
+        done = self._requeue_together([one for one in plain if one.job_id is not None])
+        return done | self._publish_together([one for one in plain if one.job_id is None])
 
     def _requeue_together(self, letters: Sequence[DeadLetter]) -> set[UUID]:
         """Requeue the jobs of letters in one transaction, where a job has failed and has not been
@@ -851,23 +853,24 @@ def replay_headers(
     """
     # A message of another format has no id: its copies in the table and the topic share this one.
     stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if format_of(headers) else _ORIGIN
-    kept = {
-        name: value
-        for name, value in headers.items()
-        if (not name.startswith(names.DLQ_PREFIX) or name in stays) and name not in COUNTERS
-    }
+    added = {name for name in headers if name.startswith(names.DLQ_PREFIX)} - stays
+    kept = _without(headers, added | set(COUNTERS))
     if names.JOB_ID in kept and _is_of_this_service(kept):
         job = find_job(kept)
         if job is None or job.generation != generation_of(kept):
             # The row was deleted, or has another payload by now. A consumer would drop a message
             # that names it.
-            kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+            kept = _without(kept, _OF_A_JOB)
             new_id = new_id or job is not None
     if new_id and names.ID in kept:
         kept[REPLAY_OF] = kept[names.ID]
         kept[names.ID] = str(uuid7()).encode()
     kept[names.REPLAY_COUNT] = b"%d" % replay_count
     return kept
+
+
+def _without(headers: Mapping[str, bytes], names: Collection[str]) -> dict[str, bytes]:
+    return {name: value for name, value in headers.items() if name not in names}
 
 
 def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:

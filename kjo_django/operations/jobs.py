@@ -439,14 +439,16 @@ def change_open_jobs(
         outcomes.add(ChangeResult.PROCESSING, len(processing))
         if busy is not None:
             busy.update(processing)
+        open_jobs = []
         for job in free:
             if job.state in states.FINAL:
                 outcomes.add(job.state)
-        changed = change([job for job in free if job.state in states.OPEN], outcomes)
-        if changed:
-            if on_changed is not None:
-                on_changed(changed)
-            outcomes.add_changed(result, len(changed))
+            elif job.state in states.OPEN:
+                open_jobs.append(job)
+        changed = change(open_jobs, outcomes)
+        if changed and on_changed is not None:
+            on_changed(changed)
+        outcomes.add_changed(result, len(changed))
 
     return change_in_chunks(jobs, change_chunk, verb, actor, progress)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from django.db.models import Model, OuterRef, Subquery
@@ -51,21 +51,24 @@ def _redacted(value: Any, names: list[str], depth: int) -> Any:
     if depth > DEEPEST:
         return REDACTED
     if isinstance(value, dict):
-        is_pair = any(
-            isinstance(each, str) and _is_secret(each, names)
-            for key, each in value.items()
-            if str(key).lower() in _NAMES
-        )
-        return {
-            key: REDACTED
-            if _is_secret(key, names) or (is_pair and str(key).lower() in _VALUES)
-            else _redacted(each, names, depth + 1)
-            for key, each in value.items()
-        }
+        return _redacted_object(value, names, depth)
     if isinstance(value, (list, tuple)):
         return [_redacted(each, names, depth + 1) for each in value]
-    if not isinstance(value, str):
-        return value
+    return _redacted_text(value, names, depth) if isinstance(value, str) else value
+
+
+def _redacted_object(value: dict[Any, Any], names: list[str], depth: int) -> dict[Any, Any]:
+    named = (each for key, each in value.items() if str(key).lower() in _NAMES)
+    is_pair = any(isinstance(each, str) and _is_secret(each, names) for each in named)
+    hidden = _VALUES if is_pair else ()
+    shown = {}
+    for key, each in value.items():
+        is_hidden = str(key).lower() in hidden or _is_secret(key, names)
+        shown[key] = REDACTED if is_hidden else _redacted(each, names, depth + 1)
+    return shown
+
+
+def _redacted_text(value: str, names: list[str], depth: int) -> str:
     try:
         inner = _inner(value)
     except RecursionError:
@@ -251,34 +254,38 @@ def restored(edited: Any, original: Any = _MISSING) -> Any:
 
 
 def _restored(edited: Any, original: Any, path: str) -> Any:
-    if isinstance(edited, str) and edited == REDACTED:
-        if original is _MISSING:
-            where = path or "the value"
-            raise ValueError(
-                f"{where} is {REDACTED}, but nothing was hidden there; write the value itself"
-            )
-        return original
-    if isinstance(edited, str) and is_marked(edited):
-        return _restored_text(edited, original, path)
     if isinstance(edited, dict):
         known = original if isinstance(original, dict) else {}
+        prefix = f"{path}." if path else ""
         return {
-            key: _restored(each, known.get(key, _MISSING), f"{path}.{key}" if path else str(key))
+            key: _restored(each, known.get(key, _MISSING), f"{prefix}{key}")
             for key, each in edited.items()
         }
-    if isinstance(edited, list) and is_marked(edited):
-        known_items = original if isinstance(original, (list, tuple)) else []
-        if len(known_items) != len(edited):
-            where = path or "the value"
-            raise ValueError(
-                f"{where} had {len(known_items)} items and now has {len(edited)}: which hidden "
-                "value belongs to which cannot be told; write the values themselves"
-            )
-        return [
-            _restored(each, known, f"{path}[{place}]")
-            for place, (each, known) in enumerate(zip(edited, known_items, strict=True))
-        ]
-    return edited
+    if not is_marked(edited):
+        return edited
+    if isinstance(edited, (list, tuple)):
+        return _restored_list(edited, original, path)
+    if edited != REDACTED:
+        return _restored_text(edited, original, path)
+    if original is _MISSING:
+        raise ValueError(
+            f"{path or 'the value'} is {REDACTED}, but nothing was hidden there; write the value "
+            "itself"
+        )
+    return original
+
+
+def _restored_list(edited: Sequence[Any], original: Any, path: str) -> list[Any]:
+    known_items = original if isinstance(original, (list, tuple)) else []
+    if len(known_items) != len(edited):
+        raise ValueError(
+            f"{path or 'the value'} had {len(known_items)} items and now has {len(edited)}: which "
+            "hidden value belongs to which cannot be told; write the values themselves"
+        )
+    return [
+        _restored(each, known, f"{path}[{place}]")
+        for place, (each, known) in enumerate(zip(edited, known_items, strict=True))
+    ]
 
 
 def _restored_text(edited: str, original: Any, path: str) -> str:

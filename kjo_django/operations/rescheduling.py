@@ -7,7 +7,7 @@ consumer finds that its attempt, or its generation, is over and drops it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Unpack
 
 from django.db import IntegrityError, transaction
@@ -39,26 +39,32 @@ def run_now(jobs: Selection, **options: Unpack[ChangeOptions]) -> Outcomes:
     actor = options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
-        now = CLOCK.now()
+        now, later = CLOCK.now(), []
         allowed = [job for job in open_jobs if internal.may_run_again(job, actor)]
         outcomes.add(ChangeResult.FORBIDDEN, len(open_jobs) - len(allowed))
         limited = held.waiting_ids(current_runtime(), allowed)
-        allowed = [job for job in allowed if job.pk not in limited]
-        later = [job for job in allowed if job.available_at > now]
-        outcomes.add(ChangeResult.LIMITED, len(limited))
-        outcomes.add(ChangeResult.UNCHANGED, len(allowed) - len(later))
-        # The jobs are locked, but a database that cannot lock rows needs this condition.
-        rows = Job.objects.using(jobs_database()).filter(
-            available_at__gt=now, state__in=states.OPEN
-        )
-        for name in sorted({job.queue for job in later}):
-            ids = [job.pk for job in later if job.queue == name]
-            rows.filter(pk__in=ids).update(available_at=now)
-            send(ids, get_settings().queue(name))
+        for job in allowed:
+            if job.pk in limited:
+                outcomes.add(ChangeResult.LIMITED)
+            elif job.available_at <= now:
+                outcomes.add(ChangeResult.UNCHANGED)
+            else:
+                later.append(job)
+        _make_due(later, now)
         send_after_commit(signals.job_run_now, later, actor=actor)
         return later
 
     return change_open_jobs(jobs, change, ChangeResult.DUE, verb="Made due", **options)
+
+
+def _make_due(jobs: Sequence[Job], now: datetime) -> None:
+    """Make jobs due at this time, inside the caller's transaction."""
+    # The jobs are locked, but a database that cannot lock rows needs this condition.
+    rows = Job.objects.using(jobs_database()).filter(available_at__gt=now, state__in=states.OPEN)
+    for name in sorted({job.queue for job in jobs}):
+        ids = [job.pk for job in jobs if job.queue == name]
+        rows.filter(pk__in=ids).update(available_at=now)
+        send(ids, get_settings().queue(name))
 
 
 def change_queue(jobs: Selection, queue: str, **options: Unpack[ChangeOptions]) -> Outcomes:
@@ -71,25 +77,13 @@ def change_queue(jobs: Selection, queue: str, **options: Unpack[ChangeOptions]) 
     :raises ValueError: no queue has this name, no worker of the project consumes it, or its jobs
         are in another database.
     """
-    target = get_settings().queue(known_queue(queue))
-    if not target.consume:
-        raise ValueError(f"No worker of this project consumes the queue {queue!r}")
-    if (jobs_are_in := database_of(queue)) != (here := jobs_database()):
-        raise ValueError(
-            f"The jobs of the queue {queue!r} are in the database {jobs_are_in!r}, these are in "
-            f"{here!r}, and a job stays in its database."
-        )
-    actor = options.get("actor", "")
+    target, actor = _target(queue), options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
         moved = []
         for job in open_jobs:
-            if job.queue == queue:
-                outcomes.add(ChangeResult.UNCHANGED)
-            elif job.destination or registry.route_of(job.queue) is not registry.route_of(queue):
-                outcomes.add(ChangeResult.OTHER_KIND)
-            elif job.unique_id is not None and not _move_named(job, target):
-                outcomes.add(ChangeResult.TAKEN)
+            if refusal := _refusal(job, target):
+                outcomes.add(refusal)
             else:
                 moved.append(job)
         if moved:
@@ -132,6 +126,33 @@ def change_expiry(
 
 
 # --- Move -----------------------------------------------------------------------------------------
+
+
+def _target(queue: str) -> QueueConf:
+    """Return the settings of a queue that jobs are to move to.
+
+    :raises ValueError: see ``change_queue``.
+    """
+    target = get_settings().queue(known_queue(queue))
+    if not target.consume:
+        raise ValueError(f"No worker of this project consumes the queue {queue!r}")
+    if (jobs_are_in := database_of(queue)) != (here := jobs_database()):
+        raise ValueError(
+            f"The jobs of the queue {queue!r} are in the database {jobs_are_in!r}, these are in "
+            f"{here!r}, and a job stays in its database."
+        )
+    return target
+
+
+def _refusal(job: Job, target: QueueConf) -> ChangeResult | None:
+    """Return why a job does not move; None: it may. One with a unique id has moved then."""
+    if job.queue == target.name:
+        return ChangeResult.UNCHANGED
+    if job.destination or registry.route_of(job.queue) is not registry.route_of(target.name):
+        return ChangeResult.OTHER_KIND
+    if job.unique_id is not None and not _move_named(job, target):
+        return ChangeResult.TAKEN
+    return None
 
 
 def _move_named(job: Job, target: QueueConf) -> bool:

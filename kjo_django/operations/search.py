@@ -322,10 +322,7 @@ def page(
     :param size: rows, at most 500.
     :raises ValueError: a cursor is of no page.
     """
-    if after is not None and before is not None:
-        raise ValueError("Give after or before, not both")
-    if not 1 <= size <= MAX_PAGE:
-        raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
+    _check_page(after, before, size)
     found_by_index, is_windowed = _branches(filter or JobFilter())
     branches = [rows.defer("payload", "result") for rows in found_by_index]
     if before is not None:
@@ -344,6 +341,13 @@ def page(
         previous=str(rows[0].pk) if rows and has_newer else None,
         is_windowed=is_windowed,
     )
+
+
+def _check_page(after: str | None, before: str | None, size: int) -> None:
+    if after is not None and before is not None:
+        raise ValueError("Give after or before, not both")
+    if not 1 <= size <= MAX_PAGE:
+        raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
 
 
 def find(filter: JobFilter) -> QuerySet[Job]:
@@ -399,7 +403,14 @@ def _served_by_index(given: JobFilter, now: datetime) -> list[tuple[QuerySet[Job
         # The index begins with the queue; there are few, so all of them are named.
         queues = [given.queue] if given.queue else [*registry.queue_names()]
         rows = rows.filter(queue__in=queues, unique_id=unique_id)
-    state, later = given.state, is_scheduled(now)
+    return _in_state(rows, given.state, now)
+
+
+def _in_state(
+    rows: QuerySet[Job], state: str | None, now: datetime
+) -> list[tuple[QuerySet[Job], Q]]:
+    """Return queries of the rows that are shown in a state; see ``_served_by_index``."""
+    later = is_scheduled(now)
     if state is None:
         return [(rows, Q())]
     if state == JobStatus.PROCESSING:

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kjo_django import registry
@@ -97,6 +98,14 @@ def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> R
     return _TopicReplayer(request, progress).run()
 
 
+def _why_nothing_comes(subscription: Subscription) -> str:
+    """Return why a subscription brings nothing; "": there is nothing more."""
+    if not subscription.last_error and subscription.assignment():
+        return ""
+    reason = subscription.last_error or "no partition was assigned"
+    return f"{reason}; run it again later"
+
+
 class _TopicReplayer:
     def __init__(self, request: TopicReplay, progress: Progress) -> None:
         self._request = request
@@ -143,28 +152,29 @@ class _TopicReplayer:
         return self._report
 
     def _read(self, subscription: Subscription, bounds: _Bounds) -> None:
-        patience = time.monotonic() + JOIN_PATIENCE
+        until = time.monotonic() + JOIN_PATIENCE
         while not (self._is_stopped or bounds.are_reached):
             sizes = (BATCH, self._limit_left, self._request.rate)
             size = max(1, int(min(size for size in sizes if size is not None)))
             records = subscription.poll(size, 0.5, get_settings().relay_batch_bytes)
-            if not records:
-                if time.monotonic() > patience:
-                    if subscription.last_error or not subscription.assignment():
-                        reason = subscription.last_error or "no partition was assigned"
-                        self._report.stopped = f"{reason}; run it again later"
-                    return
-                if subscription.assignment():
-                    patience = min(patience, time.monotonic() + IDLE_PATIENCE)
-                continue
-            patience = time.monotonic() + IDLE_PATIENCE
-            for record in records:
-                if self._is_stopped:
-                    return
-                if bounds.admits(record) and self._is_done_with(record):
-                    subscription.acknowledge([record])
-            self._progress(self._report.matched, bounds.total)
+            if records:
+                until = time.monotonic() + IDLE_PATIENCE
+                self._take(records, subscription, bounds)
+            elif time.monotonic() > until:
+                self._report.stopped = _why_nothing_comes(subscription)
+                return
+            elif subscription.assignment():
+                until = min(until, time.monotonic() + IDLE_PATIENCE)
         subscription.flush()
+
+    def _take(self, records: Sequence[Record], subscription: Subscription, bounds: _Bounds) -> None:
+        """Replay or refuse records, and acknowledge those that are done with."""
+        for record in records:
+            if self._is_stopped:
+                return
+            if bounds.admits(record) and self._is_done_with(record):
+                subscription.acknowledge([record])
+        self._progress(self._report.matched, bounds.total)
 
     @property
     def _limit_left(self) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -156,7 +156,7 @@ def _ask(
     using = jobs_database()
     keys = list(map(key_of, workers))
     outcomes.add(ChangeResult.NOT_FOUND, keys.count(None))
-    for chunk in batched(sorted({key for key in keys if key is not None}), CHUNK):
+    for chunk in batched(sorted(set(filter(None, keys))), CHUNK):
         with transaction.atomic(using=using):
             rows = Worker.objects.using(using).filter(pk__in=chunk)
             # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
@@ -173,12 +173,13 @@ def _ask(
             if on_changed is not None and changed:
                 on_changed(changed)
             for worker in changed:
-                facts = {"worker_id": str(worker.pk), "asked_to": str(request), "actor": actor}
-                announce = functools.partial(
-                    signals.worker_asked.send_robust, sender=worker.name, **facts
-                )
-                on_commit(using, announce)
+                on_commit(using, _announcement(worker, request, actor))
     return outcomes
+
+
+def _announcement(worker: Worker, request: Worker.Request, actor: str) -> Callable[[], object]:
+    facts = {"worker_id": str(worker.pk), "asked_to": str(request), "actor": actor}
+    return functools.partial(signals.worker_asked.send_robust, sender=worker.name, **facts)
 
 
 def _refusal(worker: Worker | None, request: Worker.Request) -> ChangeResult:

@@ -42,23 +42,21 @@ def cancel(
     """
     outcomes, actor = Outcomes(), options.get("actor", "")
     why = reason or (f"Cancelled by {actor}" if actor else "Cancelled")
-    for keys in chunks(workflows, 1):
-        for key in map(key_of, keys):
-            with transaction.atomic(using=jobs_database()):
-                row = _locked(key)
-                if row is None or row.state not in OPEN_WORKFLOWS:
-                    outcomes.add("not_found" if row is None else row.state)
-                    continue
-                _end(row, state, why[:500])
-                if (on_changed := options.get("on_changed")) is not None:
-                    on_changed([row])
-            outcomes.add_changed("cancelled", 1)
-            rows = Job.objects.using(jobs_database())
-            left = rows.filter(stage__workflow=key, state__in=OPEN)
-            try:
-                jobs.cancel(left, abort=True, actor=actor)
-            except CoordinationError as error:
-                logger.warning("Running steps of workflow %s go on to their end: %s", key, error)
+    for key in (key_of(key) for keys in chunks(workflows, 1) for key in keys):
+        with transaction.atomic(using=jobs_database()):
+            row = _locked(key)
+            if row is None or row.state not in OPEN_WORKFLOWS:
+                outcomes.add("not_found" if row is None else row.state)
+                continue
+            _end(row, state, why[:500])
+            if (on_changed := options.get("on_changed")) is not None:
+                on_changed([row])
+        outcomes.add_changed("cancelled", 1)
+        left = Job.objects.using(jobs_database()).filter(stage__workflow=key, state__in=OPEN)
+        try:
+            jobs.cancel(left, abort=True, actor=actor)
+        except CoordinationError as error:
+            logger.warning("Running steps of workflow %s go on to their end: %s", key, error)
     return outcomes
 
 

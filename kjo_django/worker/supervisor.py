@@ -160,24 +160,35 @@ class _Supervisor:
                 time.sleep(TICK)
                 continue
             child = self._children.pop(pid, None)
-            if child is None:
-                continue
-            code, now = os.waitstatus_to_exitcode(status), time.monotonic()
-            if self._is_stopping and (-code in STOP_SIGNALS or code == WAS_SIGNALLED):
-                code = 0  # Without an exit code of its own it did not listen yet, and did nothing.
-            if code in (0, LEFT_RUNNING) or self._is_stopping:
-                self._worst = self._worst or code
-                continue
-            place, started = child
-            if code == WAS_SIGNALLED:
-                logger.info("Worker process %d was told to stop; starting another", pid)
-                self._due.append((now, place))
-                continue
-            is_quick = now - started < QUICK_DEATH
-            self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
-            delay = min(2.0 ** (self._quick_deaths - 1), LONGEST_DELAY) if is_quick else 0.0
+            if child is not None:
+                self._note_end(pid, os.waitstatus_to_exitcode(status), *child)
+        return self._worst if self._worst >= 0 else 128 - self._worst
+
+    def _note_end(self, pid: int, code: int, place: int, started: float) -> None:
+        """Note that a process has ended; another one takes its place if it was not to end.
+
+        :param code: its exit code; below 0: the signal that has ended it.
+        """
+        if self._is_stopping and (-code in STOP_SIGNALS or code == WAS_SIGNALLED):
+            code = 0  # Without an exit code of its own it did not listen yet, and did nothing.
+        if code in (0, LEFT_RUNNING) or self._is_stopping:
+            self._worst = self._worst or code
+            return
+        now, delay = time.monotonic(), 0.0
+        if code == WAS_SIGNALLED:
+            logger.info("Worker process %d was told to stop; starting another", pid)
+        else:
+            delay = self._delay_after(now - started)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             message = "Worker process %d died (%s); starting another in %g s"
             logger.error(message, pid, how, delay)
-            self._due.append((now + delay, place))
-        return self._worst if self._worst >= 0 else 128 - self._worst
+        self._due.append((now + delay, place))
+
+    def _delay_after(self, seconds: float) -> float:
+        """Return how long to wait before another process is started in place of one that has died
+        after so many seconds."""
+        if seconds >= QUICK_DEATH:
+            self._quick_deaths = 0
+            return 0.0
+        self._quick_deaths += 1
+        return float(min(2.0 ** (self._quick_deaths - 1), LONGEST_DELAY))

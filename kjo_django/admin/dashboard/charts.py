@@ -113,26 +113,13 @@ def _geometry(chart: Chart) -> dict[str, Any]:
         "base": str(BOTTOM + 18),
         "mark_at": str(TOP - 3),
         "label_at": str(LEFT - 6),
-        "ticks": [
-            {"at": f"{y:.1f}", "text_at": f"{y + 4:.1f}", "text": chart.show(value)}
-            for step in range(TICKS + 1)
-            for value in [top * step / TICKS]
-            for y in [up(value)]
-        ],
+        "ticks": _ticks(chart, top, up),
         "moments": [
             {"at": across(index + 0.5), "text": moments[index]}
             for index in range(every // 2, count, every)
         ],
         "bars": _bars(chart, up, slot) if chart.is_stacked else (),
-        "lines": [
-            {
-                "kind": line.kind,
-                "label": line.label,
-                "latest": now,
-                "polylines": () if chart.is_stacked else _polylines(line.values, up, slot),
-            }
-            for line, now in zip(chart.lines, latest, strict=True)
-        ],
+        "lines": _lines(chart, latest, up, slot),
         "marks": [
             {"at": across(place), "text": inert(text)}
             for moment, text in chart.marks
@@ -165,6 +152,31 @@ def _geometry(chart: Chart) -> dict[str, Any]:
         ),
         "is_empty": not any(value for line in chart.lines for value in line.values),
     }
+
+
+def _ticks(chart: Chart, top: float, up: Callable[[float], float]) -> list[dict[str, str]]:
+    """Return the levels of the vertical axis with their texts."""
+    ticks = []
+    for step in range(TICKS + 1):
+        value = top * step / TICKS
+        y = up(value)
+        ticks.append({"at": f"{y:.1f}", "text_at": f"{y + 4:.1f}", "text": chart.show(value)})
+    return ticks
+
+
+def _lines(
+    chart: Chart, latest: Sequence[str], up: Callable[[float], float], slot: float
+) -> list[dict[str, Any]]:
+    """Return each series with its latest value; stacked ones are drawn as bars."""
+    return [
+        {
+            "kind": line.kind,
+            "label": line.label,
+            "latest": now,
+            "polylines": () if chart.is_stacked else _polylines(line.values, up, slot),
+        }
+        for line, now in zip(chart.lines, latest, strict=True)
+    ]
 
 
 def _highest(chart: Chart) -> float:

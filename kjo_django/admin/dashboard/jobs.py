@@ -254,18 +254,8 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
     if job.queued_at is not None:
         place = f"{job.topic} {job.partition}/{job.offset}" if job.offset is not None else job.topic
         steps.append(Step(job.queued_at, "done", _("Published"), place))
-    for failure in reversed(failures):
-        text = _("Attempt %(attempt)d failed: %(error)s") % {
-            "attempt": failure.attempt,
-            "error": failure.error_type,
-        }
-        if failure.is_wait:
-            text = _("Waits for a worker that knows its handler")
-        took = _seconds_between(failure.started_at, failure.failed_at)
-        detail = _details(failure.started_at, took, failure.worker)
-        steps.append(Step(failure.failed_at, "failed", text, detail, failure))
-    has_started = status in (JobStatus.PROCESSING, JobStatus.COMPLETED)
-    if job.started_at is not None and has_started:
+    steps += map(_failed_step, reversed(failures))
+    if job.started_at is not None and status in (JobStatus.PROCESSING, JobStatus.COMPLETED):
         # The attempt that runs is counted when it has ended.
         number = job.attempts + (status == JobStatus.PROCESSING)
         text = _("Attempt %(attempt)d started") % {"attempt": number}
@@ -273,18 +263,31 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) 
         detail = _("waited %s") % duration(waited) if number == 1 else ""
         steps.append(Step(job.started_at, "done", text, detail))
     steps.sort(key=lambda step: step.moment or timezone.now())
-    if job.state in states.FINAL:
-        kind = "done" if job.state == JobState.COMPLETED else "failed"
-        took = None
-        if job.state == JobState.COMPLETED:
-            took = _seconds_between(job.started_at, job.finished_at)
-        parts = [_("took %s") % duration(took)] if took is not None else []
-        detail = _parted(parts, job.worker)
-        steps.append(Step(job.finished_at, kind, str(status.label), detail))
-    else:
+    return [*steps, _last_step(job, status, limit)]
+
+
+def _failed_step(failure: JobFailure) -> Step:
+    text = _("Attempt %(attempt)d failed: %(error)s") % {
+        "attempt": failure.attempt,
+        "error": failure.error_type,
+    }
+    if failure.is_wait:
+        text = _("Waits for a worker that knows its handler")
+    took = _seconds_between(failure.started_at, failure.failed_at)
+    detail = _details(failure.started_at, took, failure.worker)
+    return Step(failure.failed_at, "failed", text, detail, failure)
+
+
+def _last_step(job: Job, status: JobStatus, limit: str) -> Step:
+    """Return how a job has ended, or what is next."""
+    if job.state not in states.FINAL:
         detail = _("waits for %s") % limit if limit else ""
-        steps.append(Step(_due(job, status), "next", str(status.label), detail))
-    return steps
+        return Step(_due(job, status), "next", str(status.label), detail)
+    kind, parts = "failed", list[str]()
+    if job.state == JobState.COMPLETED:
+        kind, took = "done", _seconds_between(job.started_at, job.finished_at)
+        parts = [_("took %s") % duration(took)] if took is not None else []
+    return Step(job.finished_at, kind, str(status.label), _parted(parts, job.worker))
 
 
 def _details(started_at: datetime | None, took: float | None, worker: str) -> str:

@@ -284,24 +284,33 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
         return screen.view(page, **arguments)
 
     def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
-        known, chosen = databases(), _named_database(request)
-        if chosen is not None and chosen not in known:
-            raise Http404(_("No queue has its jobs in a database of this name."))
-        wanted = request.GET.get(DATABASE)
-        if chosen is None and (kept := request.COOKIES.get(COOKIE)) in known:
-            chosen = kept
-        if chosen is None or len(known) == 1:
+        chosen = _chosen_database(request)
+        if chosen is None:
             return show(request, **arguments)
         with use_database(chosen):
             response = show(request, **arguments)
             if isinstance(response, TemplateResponse):
                 response.render()  # what it shows is read meanwhile
-        if wanted and "X-Kjo-Fragment" not in request.headers:
+        if request.GET.get(DATABASE) and "X-Kjo-Fragment" not in request.headers:
             secure = request.is_secure()
             response.set_cookie(COOKIE, chosen, secure=secure, httponly=True, samesite="Lax")
         return response
 
     return view
+
+
+def _chosen_database(request: HttpRequest) -> str | None:
+    """Return the database that a page shows; None: there is one only, or the first is shown.
+
+    :raises Http404: none with jobs has the name that is given.
+    """
+    known, named = databases(), _named_database(request)
+    if named is not None and named not in known:
+        raise Http404(_("No queue has its jobs in a database of this name."))
+    if len(known) == 1:
+        return None
+    kept = request.COOKIES.get(COOKIE)
+    return named or (kept if kept in known else None)
 
 
 def _named_database(request: HttpRequest) -> str | None:

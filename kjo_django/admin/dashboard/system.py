@@ -53,6 +53,10 @@ class Member:
         """When its partitions changed last, as far as its row says."""
         return rebalanced_at(self.held)
 
+    def held_of(self, topic: str) -> list[Assignment]:
+        """Return its partitions of a topic."""
+        return [assignment for assignment in self.held if assignment.topic == topic]
+
 
 def show_consumers(page: Page) -> HttpResponse:
     """Return groups and workers."""
@@ -161,9 +165,8 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     first = queues[0]
     holders: dict[int, list[tuple[Assignment, Member]]] = {}
     for member in members:
-        for held in member.held:
-            if held.topic == topic:
-                holders.setdefault(held.partition, []).append((held, member))
+        for held in member.held_of(topic):
+            holders.setdefault(held.partition, []).append((held, member))
     is_paused = any(queue["is_paused"] for queue in queues)
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
     known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}

@@ -214,11 +214,11 @@ class OpenTelemetryTracer:
         if not mine:
             return None
         queues = [get_settings().queue(name) for name in {job.queue for job in mine}]
-        topics = {job.destination for job in mine if job.destination}
-        if any(not job.destination for job in mine):
+        topics = {job.destination for job in mine}
+        if "" in topics:
             topics |= {topic for queue in queues for topic in queue.topics}
         systems = {system_of(queue.transport) for queue in queues}
-        told_of_them = of_jobs(mine, topics, systems)
+        told_of_them = of_jobs(mine, topics - {""}, systems)
         handler = told_of_them.get(HANDLER)
         if len(mine) == 1 and not mine[0].destination:
             told_of_them[JOB_ID] = str(mine[0].pk)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kjo_django.limits import control
 from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.operations.actions import ACTIONS
+from kjo_django.store.counting import COUNT_LIMIT
 
 ACTOR = "kjo_limits"
 DECLARED = "declared"
@@ -47,26 +49,17 @@ class Command(KjoCommand):
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Carry out the action."""
         action, names = options["action"], list(dict.fromkeys(options["names"]))
-        given = {
-            option: None if options[option] == DECLARED else options[option]
-            for option in control.OPTIONS
-            if options[option] is not None
-        }
-        if given and action != "set":
-            raise ValueError(f"--{', --'.join(given)}: only set takes values, not {action}")
+        given = {name: options[name] for name in control.OPTIONS if options[name] is not None}
         known = {row["name"]: row for row in control.overview()}
-        for name in names:
-            if name not in known:
-                control.check_name(name)
+        for name in set(names) - set(known):
+            control.check_name(name)
+        _check(action, names, given)
         if action == "list":
-            rows = [known[name] for name in names if name in known] if names else known.values()
-            return {"action": action, "limits": list(rows)}, True
-        if not names or (action == "set" and len(names) > 1):
-            raise ValueError(f"{action} needs the name of a limit, queue:… or job:…")
-        if action == "set" and not given:
-            raise ValueError("set needs --rate, --burst or --concurrency")
+            rows = [known[name] for name in names or known if name in known]
+            return {"action": action, "limits": rows}, True
+        asked = {name: None if value == DECLARED else value for name, value in given.items()}
         change = ACTIONS["change_limits" if action == "set" else "clear_limits"]
-        outcomes: Any = change.perform(names, actor=ACTOR, **given)
+        outcomes: Any = change.perform(names, actor=ACTOR, **asked)
         rows = [row for row in control.overview() if row["name"] in names]
         return {"action": action, "changed": outcomes.changed_count, "limits": rows}, True
 
@@ -82,6 +75,21 @@ class Command(KjoCommand):
             self.stdout.write("There are no limits.")
 
 
+def _check(action: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Check that an action has what it needs.
+
+    :raises ValueError: it has not.
+    """
+    if given and action != "set":
+        raise ValueError(f"--{', --'.join(given)}: only set takes values, not {action}")
+    if action == "list":
+        return
+    if not names or (action == "set" and len(names) > 1):
+        raise ValueError(f"{action} needs the name of a limit, queue:… or job:…")
+    if action == "set" and not given:
+        raise ValueError("set needs --rate, --burst or --concurrency")
+
+
 HEADING = ("name", "rate", "burst", "concurrency", "taken", "waiting", "declared", "set by")
 
 
@@ -90,7 +98,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     texts = [f"{option} {declared[option]}" for option in control.OPTIONS if declared[option]]
     numbers = ("burst", "concurrency", "taken_count")
     counts = ("-" if row[name] is None else f"{row[name]:,}" for name in numbers)
-    waiting = f"{row['waiting_count']:,}"
+    waiting = f"{row['waiting_count']:,}{'+' if row['waiting_count'] >= COUNT_LIMIT else ''}"
     return (
         *(row["name"], row["rate"] or "-", *counts, waiting),
         *(", ".join(texts) or "-", row["changed_by"] or "-"),

@@ -105,10 +105,7 @@ class Command(ParsedCommand):
     def _relay(self, options: dict[str, Any]) -> None:
         queues: list[str] = options["names"]
         for name in queues:
-            try:
-                known_queue(name, also=[OUTGOING])
-            except ValueError as error:
-                raise ValueError(f"{error} {producer_hint(name)}".rstrip()) from error
+            _check_queue(name)
         last_error: list[str] = []
 
         def note(error: str | None) -> None:
@@ -131,15 +128,19 @@ class Command(ParsedCommand):
         for number in STOP:
             signal.signal(number, lambda *_: _stop(relays))
         for relay in relays:
-            what, runtime = f"Relaying {', '.join(relay.queues)}", relay.runtime
-            used = {runtime.settings.queue(name).transport for name in relay.queues}
-            facts = {"queues": relay.queues, **surroundings(runtime, used)}
-            announce(self.stdout, what, facts, as_json=options["json"])
+            self._announce(relay, as_json=options["json"])
         self.stdout.flush()
         have_all_stopped = _run(relays)
         self.stdout.write(f"Stopped after {_published(relays)} messages.")
         if not have_all_stopped:
             sys.exit(THREAD_DIED)
+
+    def _announce(self, relay: Relay, *, as_json: bool) -> None:
+        """Say what a relay publishes."""
+        what, runtime = f"Relaying {', '.join(relay.queues)}", relay.runtime
+        used = {runtime.settings.queue(name).transport for name in relay.queues}
+        facts = {"queues": relay.queues, **surroundings(runtime, used)}
+        announce(self.stdout, what, facts, as_json=as_json)
 
     def _relay_once(self, relays: list[Relay]) -> None:
         left = []
@@ -249,6 +250,17 @@ def _stop(relays: list[Relay]) -> None:
 
 def _published(relays: list[Relay]) -> int:
     return sum(relay.published_count for relay in relays)
+
+
+def _check_queue(name: str) -> None:
+    """Check that a queue is known.
+
+    :raises ValueError: it is not; says whether a producer has this name.
+    """
+    try:
+        known_queue(name, also=[OUTGOING])
+    except ValueError as error:
+        raise ValueError(f"{error} {producer_hint(name)}".rstrip()) from error
 
 
 def producer_hint(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, instant, plain, positive, rate
 from kjo_django.operations import dead_letters
-from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.runtime import refuse_elsewhere
 
@@ -41,41 +41,47 @@ class Command(KjoCommand):
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Replay from the source asked for."""
-
-        def given(*names: str) -> dict[str, Any]:
-            return {name: options[name] for name in names}
-
-        shared = given("limit", "rate", "dry_run", "force")
         filters = ("ids", "handler", "queue", "reason", "error", "fingerprint", "since", "until")
-        chosen = DeadLetterFilter(**given(*filters))
+        chosen = DeadLetterFilter(**_given(options, *filters))
         if options["queue"]:
             refuse_elsewhere(options["queue"])
-        progress = self.progress("Looked at")
-        if options["source"] == "table":
-            for name in ("topic", "target", "group"):
-                if options[name]:
-                    raise ValueError(f"--{name} goes with --source topic")
-            unknown, closed = dead_letters.not_open(options["ids"] or ())
-            if unknown:
-                raise ValueError(f"No dead letter has the id {', '.join(unknown)}")
-            report = dead_letters.replay(
-                chosen, actor="kjo_replay_dlq", progress=progress, **shared
-            )
-            for id, state in closed.items():
-                report.skip(id, f"it is {state} already")
-        else:
-            if not options["topic"]:
-                raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
-            places = given("topic", "transport", "target", "group")
-            request = TopicReplay(**places, selection=chosen, actor="kjo_replay_dlq", **shared)
-            report = replay_topic(request, progress=progress)
-            if report.unknown_ids:
-                raise ValueError(
-                    f"No record of {options['topic']} has the id {', '.join(report.unknown_ids)}, "
-                    f"of those that {request.group_name} has not passed; "
-                    f"{report.replayed:,} others were replayed"
-                )
+        shared: dict[str, Any] = {
+            **_given(options, "limit", "rate", "dry_run", "force"),
+            "actor": "kjo_replay_dlq",
+        }
+        of = self._replay_table if options["source"] == "table" else self._replay_topic
+        report = of(options, chosen, shared)
         return report.as_dict(), report.is_ok
+
+    def _replay_table(
+        self, options: dict[str, Any], chosen: DeadLetterFilter, shared: dict[str, Any]
+    ) -> ReplayReport:
+        for name in ("topic", "target", "group"):
+            if options[name]:
+                raise ValueError(f"--{name} goes with --source topic")
+        unknown, closed = dead_letters.not_open(options["ids"] or ())
+        if unknown:
+            raise ValueError(f"No dead letter has the id {', '.join(unknown)}")
+        report = dead_letters.replay(chosen, progress=self.progress("Looked at"), **shared)
+        for id, state in closed.items():
+            report.skip(id, f"it is {state} already")
+        return report
+
+    def _replay_topic(
+        self, options: dict[str, Any], chosen: DeadLetterFilter, shared: dict[str, Any]
+    ) -> ReplayReport:
+        if not options["topic"]:
+            raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
+        places = _given(options, "topic", "transport", "target", "group")
+        request = TopicReplay(**places, selection=chosen, **shared)
+        report = replay_topic(request, progress=self.progress("Looked at"))
+        if report.unknown_ids:
+            raise ValueError(
+                f"No record of {options['topic']} has the id {', '.join(report.unknown_ids)}, "
+                f"of those that {request.group_name} has not passed; "
+                f"{report.replayed:,} others were replayed"
+            )
+        return report
 
     def show(self, answer: Any) -> None:
         """Print the counts, what they consist of, and some of what was refused."""
@@ -99,3 +105,7 @@ class Command(KjoCommand):
             self.stdout.write(plain(f"{sample['outcome']} {sample['id']}: {sample['detail']}"))
         if answer["stopped"]:
             self.stdout.write(self.style.ERROR(f"Stopped: {answer['stopped']}"))
+
+
+def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names}

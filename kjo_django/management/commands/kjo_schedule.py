@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -11,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases, positive
 from kjo_django.models import Schedule
 from kjo_django.operations import schedules
-from kjo_django.runtime import current_runtime, runtime_for
+from kjo_django.runtime import Runtime, current_runtime, runtime_for
 from kjo_django.schedules import celery_beat, shown
 from kjo_django.schedules.declarations import declared, is_held
 from kjo_django.schedules.ticker import Ticker
@@ -94,33 +95,29 @@ class Command(KjoCommand):
                 while ticker.step() == 0.0:
                     pass
             return {"action": "once", "stored": sum(each.stored_count for each in tickers)}
-        stopping = threading.Event()
-        restore = stop_on_signals(stopping)
         threads = [
             DutyThread(runtime, "kjo-schedules", [ClockCheck(runtime), ticker])
             for runtime, ticker in zip(runtimes, tickers, strict=True)
         ]
+        stopping = threading.Event()
+        restore = stop_on_signals(stopping)
         for runtime in () if options["json"] else runtimes:  # which is one object, at the end
-            every = declared(runtime.settings)
-            names = sorted(name for name, each in every.items() if is_held(each, runtime))
-            rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            what = "Storing the jobs of all schedules; those in code: "
-            what += (", ".join(names[:MOST_NAMED]) or "none") + rest
-            announce(self.stdout, what, surroundings(runtime, ()))
+            self._announce(runtime)
         self.stdout.flush()
-        for thread in threads:
-            thread.start()
         try:
-            while not stopping.wait(0.2):
-                if not all(thread.is_alive() for thread in threads):
-                    raise ImproperlyConfigured("The thread that stores the jobs has ended")
+            _run(threads, stopping)
         finally:
-            for thread in threads:
-                thread.stop()
-            for thread in threads:
-                thread.join(10.0)
             restore()
         return {"action": "worked", "stored": sum(each.stored_count for each in tickers)}
+
+    def _announce(self, runtime: Runtime) -> None:
+        """Say which schedules there are in code."""
+        every = declared(runtime.settings)
+        names = sorted(name for name, each in every.items() if is_held(each, runtime))
+        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        what = "Storing the jobs of all schedules; those in code: "
+        what += (", ".join(names[:MOST_NAMED]) or "none") + rest
+        announce(self.stdout, what, surroundings(runtime, ()))
 
     def show(self, answer: Any) -> None:
         """Print the answer of the action."""
@@ -174,3 +171,21 @@ def _rows(names: list[str]) -> list[Schedule]:
             hint = did_you_mean(name, every, "See kjo_schedule list.")
             raise ValueError(f"No schedule is named {name!r}. {hint}")
     return [found[name] for name in dict.fromkeys(names)]
+
+
+def _run(threads: Sequence[DutyThread], stopping: threading.Event) -> None:
+    """Run threads until the command is asked to stop.
+
+    :raises ImproperlyConfigured: one of them has ended by itself.
+    """
+    for thread in threads:
+        thread.start()
+    try:
+        while not stopping.wait(0.2):
+            if not all(thread.is_alive() for thread in threads):
+                raise ImproperlyConfigured("The thread that stores the jobs has ended")
+    finally:
+        for thread in threads:
+            thread.stop()
+        for thread in threads:
+            thread.join(10.0)

@@ -6,6 +6,7 @@ creation. The time of their end must be old enough, too. Several processes may p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -123,25 +124,41 @@ def prune(
         "leases": (Lease.objects.filter(expires_at__lt=now - LEASES_KEPT), "pk"),
         "marks": (Mark.objects.filter(expires_at__lt=now), "pk"),
     }
-    counts = dict.fromkeys(kinds, 0)
+    go = _count if dry_run else _prune
+    counts: dict[str, int] = {}
     for kind, (selection, order) in kinds.items():
-        rows = selection.using(using)
-        if dry_run and order:
-            counts[kind] = rows.order_by().count()
-            progress(kind, counts[kind])
-            continue
-        for keys in _heads(rows.order_by(order)) if order else chunks(rows, CHUNK):
-            if dry_run:
-                counts[kind] += len(keys)
-            else:
-                delete: Delete = _DELETE.get(rows.model, _delete)
-                with transaction.atomic(using=using):
-                    counts[kind] += delete(rows, keys)
-            progress(kind, counts[kind])
+        counts[kind] = go(selection.using(using), order, functools.partial(progress, kind))
     if not dry_run and (deleted := {kind: count for kind, count in counts.items() if count}):
         shown = ", ".join(f"{count:,} {kind}" for kind, count in deleted.items())
         logger.info("Pruned %s", shown, extra={"pruned": deleted})
     return counts
+
+
+def _count(rows: QuerySet[Any], order: str, progress: Callable[[int], None]) -> int:
+    """Return how many rows would be deleted."""
+    count = 0
+    if order:
+        count = rows.order_by().count()
+        progress(count)
+    else:
+        for keys in chunks(rows, CHUNK):
+            count += len(keys)
+            progress(count)
+    return count
+
+
+def _prune(rows: QuerySet[Any], order: str, progress: Callable[[int], None]) -> int:
+    """Delete rows; return how many were.
+
+    :param order: the column by which they are read; "": by their key, all of them at one time.
+    """
+    delete: Delete = _DELETE.get(rows.model, _delete)
+    count = 0
+    for keys in _heads(rows.order_by(order)) if order else chunks(rows, CHUNK):
+        with transaction.atomic(using=rows.db):
+            count += delete(rows, keys)
+        progress(count)
+    return count
 
 
 def _ended(jobs: QuerySet[Job], cutoff: datetime) -> QuerySet[Job]:

@@ -166,23 +166,29 @@ def wanted(queues: Queues = None) -> list[WantedTopic]:
     found: dict[tuple[str, str], WantedTopic] = {}
     given = registry.queue_names() if queues is None else queues
     names = {queue if isinstance(queue, str) else queue.name for queue in given}
-    for name in sorted(names):
-        queue = get_settings().queue(name)
-        options, errors, _ = _options_of(queue)
-        if errors:
-            raise ImproperlyConfigured(str(errors[0]))
-        numbers, config = (options.partitions, options.replication_factor), options.config
-        specs = [TopicSpec(topic, *numbers, config) for topic in queue.topics]
-        if transport_class(queue.transport).capabilities.replay:
-            # With as many partitions as the source, a dead letter keeps its partition. Compacted,
-            # of two dead letters of one key only the second would be left.
-            kept = {**config, _CLEANUP: "delete"} if _CLEANUP in config else config
-            specs.append(TopicSpec(queue.dead_letter_topic, *numbers, kept))
-        for spec in specs:
-            topic = WantedTopic(queue.transport, spec, options.auto_create, (queue.name,))
-            place = (queue.transport, spec.name)
-            found[place] = found[place].merged(topic) if place in found else topic
+    for topic in (topic for name in sorted(names) for topic in _topics_of(name)):
+        place = (topic.transport, topic.spec.name)
+        found[place] = found[place].merged(topic) if place in found else topic
     return list(found.values())
+
+
+def _topics_of(name: str) -> list[WantedTopic]:
+    """Return the topics of a queue.
+
+    :raises ImproperlyConfigured: an option is wrong.
+    """
+    queue = get_settings().queue(name)
+    options, errors, _ = _options_of(queue)
+    if errors:
+        raise ImproperlyConfigured(str(errors[0]))
+    numbers, config = (options.partitions, options.replication_factor), options.config
+    specs = [TopicSpec(topic, *numbers, config) for topic in queue.topics]
+    if transport_class(queue.transport).capabilities.replay:
+        # With as many partitions as the source, a dead letter keeps its partition. Compacted, of
+        # two dead letters of one key only the second would be left.
+        kept = {**config, _CLEANUP: "delete"} if _CLEANUP in config else config
+        specs.append(TopicSpec(queue.dead_letter_topic, *numbers, kept))
+    return [WantedTopic(queue.transport, spec, options.auto_create, (name,)) for spec in specs]
 
 
 def _by_transport(queues: Queues) -> Iterator[tuple[str, list[WantedTopic]]]:
@@ -212,19 +218,27 @@ def ensure_topics(queues: Queues = None) -> list[str]:
         transport = get_transport(alias)
         by_hand = [topic for topic in topics if not topic.auto_create]
         if by_hand and _makes_topics(type(transport)):
-            present = transport.describe_topics([topic.spec.name for topic in by_hand])
-            missing = {each.name for each in present if each.partitions is None}
-            for topic in by_hand:
-                if topic.spec.name in missing:
-                    raise ImproperlyConfigured(
-                        f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not "
-                        "exist, and its topic_options['auto_create'] is False. Create it with "
-                        "`manage.py kjo_topics create`."
-                    )
+            _check_present(transport, by_hand)
         automatic = [topic.spec for topic in topics if topic.auto_create]
         if automatic:
             lines += transport.ensure_topics(automatic)
     return lines
+
+
+def _check_present(transport: Transport, topics: Sequence[WantedTopic]) -> None:
+    """Check that topics are there that nobody creates by himself.
+
+    :raises ImproperlyConfigured: one is missing.
+    """
+    present = transport.describe_topics([topic.spec.name for topic in topics])
+    missing = {each.name for each in present if each.partitions is None}
+    for topic in topics:
+        if topic.spec.name in missing:
+            raise ImproperlyConfigured(
+                f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not exist, and "
+                "its topic_options['auto_create'] is False. Create it with `manage.py kjo_topics "
+                "create`."
+            )
 
 
 def ensure_topics_soon(queues: Sequence[QueueConf]) -> list[str]:

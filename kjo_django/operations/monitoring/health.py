@@ -133,12 +133,21 @@ def health(
         answer_within(timeout, run)
     found: dict[str, Check] = {}
     for probe in probes:
+        seconds = deadline - asked_at.get(probe.name, deadline)
         check = checks.get(probe.name) or _unchecked(probe, found)
-        if check is None and asked_at.get(probe.name, deadline) < deadline:
-            detail = f"timed out: no answer within {deadline - asked_at[probe.name]:.1f} s"
-            check = Check(probe.name, False, detail, SILENCE if probe.asks_servers else ASK_AGAIN)
-        found[probe.name] = check or Check(probe.name, None, "not checked: the time was up")
+        found[probe.name] = check or _unanswered(probe, seconds)
     return list(found.values())
+
+
+def _unanswered(probe: _Probe, seconds: float) -> Check:
+    """Return the result of a check that has not ended in time.
+
+    :param seconds: since it began; not above 0: it did not begin.
+    """
+    if seconds <= 0:
+        return Check(probe.name, None, "not checked: the time was up")
+    fix = SILENCE if probe.asks_servers else ASK_AGAIN
+    return Check(probe.name, False, f"timed out: no answer within {seconds:.1f} s", fix)
 
 
 def health_everywhere(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:

@@ -98,19 +98,10 @@ def fields_of(
     :param decodes_data: False: the data is left empty.
     :raises MessageError: it is no CloudEvent of version 1.0, or its data cannot be decoded.
     """
-    if event_format == BINARY:
-        prefix = len(PREFIX)
-        given = {name[prefix:]: text for name, text in headers.items() if name.startswith(PREFIX)}
-        data = payload if decodes_data else None
-    elif not isinstance(payload, Mapping):
-        raise _invalid("it is not an object")
-    else:
-        given = {name: value for name, value in payload.items() if value is not None}
-        data = _data_of(given) if decodes_data else None
-    if missing := [name for name in REQUIRED if name not in given]:
-        raise _invalid(f"it has no {', '.join(missing)}")
-    if given["specversion"] != VERSION:
-        raise _invalid(f"specversion must be {VERSION!r}, not {given['specversion']!r:.80}")
+    given = _read_attributes(event_format, payload, headers)
+    data = None
+    if decodes_data:
+        data = payload if event_format == BINARY else _data_of(given)
     found: dict[str, Any] = {name: given[name] for name in SHARED if name in given}
     own = {field: given[name] for name, field in OWN_EXTENSIONS.items() if name in given}
     if "version" in own:
@@ -123,6 +114,28 @@ def fields_of(
     else:
         found["timestamp"] = _since_epoch(received_at or datetime.now(UTC))
     return {**found, "data": {} if data is None else data}
+
+
+def _read_attributes(
+    event_format: str, payload: Any, headers: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Return the attributes of a CloudEvent, in structured mode with its data.
+
+    :raises MessageError: it is no CloudEvent of version 1.0.
+    """
+    given: Mapping[str, Any]
+    if event_format == BINARY:
+        prefix = len(PREFIX)
+        given = {name[prefix:]: text for name, text in headers.items() if name.startswith(PREFIX)}
+    elif isinstance(payload, Mapping):
+        given = {name: value for name, value in payload.items() if value is not None}
+    else:
+        raise _invalid("it is not an object")
+    if missing := [name for name in REQUIRED if name not in given]:
+        raise _invalid(f"it has no {', '.join(missing)}")
+    if given["specversion"] != VERSION:
+        raise _invalid(f"specversion must be {VERSION!r}, not {given['specversion']!r:.80}")
+    return given
 
 
 def _data_of(envelope: Mapping[str, Any]) -> Any:

@@ -191,6 +191,12 @@ class DlqConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 _refuse(name, "a whole number", value)
+        self._check_delays()
+        for listener in self.listeners:
+            if not isinstance(listener, KDLQMessageLifecycleListener):
+                _refuse("listeners", "lifecycle listeners", listener)
+
+    def _check_delays(self) -> None:
         for name in ("redelivery_delay", "max_redelivery_delay"):
             with suppress(ValueError):
                 object.__setattr__(self, name, timedelta_of(getattr(self, name)))
@@ -207,9 +213,6 @@ class DlqConfig:
             _refuse("redelivery_multiplier", "a number", multiplier)
         if not 1 <= multiplier < float("inf"):
             _refuse("redelivery_multiplier", "a number of at least 1", multiplier)
-        for listener in self.listeners:
-            if not isinstance(listener, KDLQMessageLifecycleListener):
-                _refuse("listeners", "lifecycle listeners", listener)
 
     @property
     def id(self) -> str:
