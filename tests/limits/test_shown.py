@@ -115,7 +115,7 @@ def test_a_viewer_asks_for_it_as_often_as_for_a_job_that_is_due() -> None:
 
 def test_it_is_counted_as_scheduled_and_never_as_the_oldest() -> None:
     waiting()
-    assert status.state_counts()["scheduled"] == 1
+    assert status.state_counts()[0]["scheduled"] == 1
     figures = status.overview()
     assert figures["backlog"] == 0
     assert figures["oldest_backlog_seconds"] is None

@@ -87,7 +87,7 @@ def test_a_delayed_job_is_scheduled_in_every_count_and_every_list(engine, settin
     counts = {
         "kjo_status": found["states"],
         "overview": overview()["states"],
-        "tabs": state_counts(),
+        "tabs": state_counts()[0],
         "lists": {
             state: len(search.page(search.parse(f"state:{state}")).rows) for state in expected
         },
@@ -96,6 +96,22 @@ def test_a_delayed_job_is_scheduled_in_every_count_and_every_list(engine, settin
     assert told == dict.fromkeys(counts, expected)
     if engine != "memory":
         assert found["lag"] == 2  # what no worker could be given yet is not behind
+
+
+def test_of_states_that_are_shown_as_two_fewer_jobs_are_counted_and_it_is_said(monkeypatch):
+    # Given
+    later = timezone.now() + timedelta(hours=1)
+    JobFactory.create_batch(3, queue="emails")
+    JobFactory.create_batch(2, queue="emails", available_at=later)
+    JobFactory.create_batch(4, queue="emails", state="failed")
+    # When, then
+    counts, lower_bounds = state_counts()
+    assert (counts["pending"], counts["scheduled"], counts["failed"]) == (3, 2, 4)
+    assert lower_bounds == set()
+    monkeypatch.setattr(status, "SPLIT_LIMIT", 4)
+    counts, lower_bounds = state_counts()
+    assert (counts["pending"], counts["scheduled"], counts["failed"]) == (3, 1, 4)
+    assert lower_bounds == {"pending", "scheduled"}
 
 
 def test_counts_look_at_no_more_rows_than_the_limit_and_say_so(monkeypatch):

@@ -33,7 +33,12 @@ def exact(value: int | str | None) -> str:
 
 def capped(value: int, limit: int) -> str:
     """Return a bounded count; at its limit it is shown as a lower bound."""
-    return f"{number(value)}+" if value >= limit else number(value)
+    return at_least(value, value >= limit)
+
+
+def at_least(value: int, is_lower_bound: bool) -> str:
+    """Return a count that may be a lower bound."""
+    return f"{number(value)}+" if is_lower_bound else number(value)
 
 
 def duration(seconds: float | str | None) -> str:

@@ -17,7 +17,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
-from kjo_django.admin.dashboard.figures import duration
+from kjo_django.admin.dashboard.figures import at_least, duration
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.admin.display import one_line, seconds_taken, short_arguments
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
@@ -28,7 +28,6 @@ from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
-from kjo_django.store.counting import COUNT_LIMIT
 from kjo_django.workflows.lists import waits_for, workflow_of
 
 SIZE = 50
@@ -77,7 +76,6 @@ def show_list(page: Page) -> HttpResponse:
             ],
             "links": _links(text, listed),
             "window": search.WINDOW,
-            "limit": COUNT_LIMIT,
         },
         controls="jobs_form.html",
         title=_("Jobs"),
@@ -135,12 +133,12 @@ def _tabs(page: Page, found: search.JobFilter | None) -> list[dict[str, Any]]:
         return []
     # Counting what a search finds would cost a search for each state.
     is_all = replace(found, state=None).is_empty
-    counts = shared("state counts", state_counts) if is_all else {}
+    counts, lower_bounds = shared("state counts", state_counts) if is_all else ({}, set())
     tabs: list[dict[str, Any]] = [{"label": _("All"), "state": None}]
-    tabs += [
-        {"label": each.label, "state": str(each), "count": counts.get(each)} for each in JobStatus
-    ]
+    tabs += [{"label": each.label, "state": str(each)} for each in JobStatus]
     for tab in tabs:
+        if (count := counts.get(tab["state"])) is not None:
+            tab["count"] = at_least(count, tab["state"] in lower_bounds)
         tab["url"] = _address(replace(found, state=tab["state"]))
         tab["is_here"] = found.state == tab["state"]
     return tabs

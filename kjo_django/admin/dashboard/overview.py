@@ -12,7 +12,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.charts import Chart, Line
-from kjo_django.admin.dashboard.figures import capped, duration, number
+from kjo_django.admin.dashboard.figures import at_least, capped, duration, number
 from kjo_django.admin.dashboard.page import CACHE_SECONDS, Page, Screen, shared
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
@@ -185,7 +185,7 @@ def show(page: Page) -> HttpResponse:
 
 def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> list[Tile]:
     def count(state: str) -> str:
-        return capped(figures["states"][state], COUNT_LIMIT)
+        return at_least(figures["states"][state], state in figures["lower_bounds"])
 
     def jobs(state: str) -> str:
         return f"{page.url('jobs')}?q=state:{state}" if page.may("view_job") else ""

@@ -44,23 +44,32 @@ SHOWN = (*WAITING, JobStatus.SCHEDULED, *OTHERS)
 """States that an index can count. The minute buckets hold how many jobs complete."""
 
 
-def state_counts() -> dict[str, int]:
-    """Return how many jobs people are shown in each state of ``SHOWN``; of each stored state the
-    first 100,000 rows are counted."""
+SPLIT_LIMIT = 20_000
+"""Rows of each state of ``WAITING`` that are counted for a screen. An index counts those of other
+states; these are read from the table, as it says when they are due."""
+
+
+def state_counts() -> tuple[dict[str, int], set[str]]:
+    """Return how many jobs people are shown in each state of ``SHOWN``, and which of these numbers
+    are lower bounds: of a stored state 100,000 rows are counted, or ``SPLIT_LIMIT``."""
     jobs = Job.objects.using(jobs_database()).order_by("pk")
     waiting = with_shown_state(jobs, CLOCK.now())
-    rows = {str(state): waiting.filter(state=state) for state in WAITING}
+    rows = {str(state): waiting.filter(state=state)[:SPLIT_LIMIT] for state in WAITING}
     others = jobs.annotate(shown_state=F("state"))
     rows |= {str(state): others.filter(state=state) for state in OTHERS}
     counts: Counter[str] = Counter()
-    for groups, _ in many_grouped_counts(rows, ("shown_state",)).values():
-        for (state,), (count, _) in groups.items():
-            counts[state] += count
-    return {str(state): counts[state] for state in SHOWN}
+    lower_bounds: set[str] = set()
+    for state, (groups, is_capped) in many_grouped_counts(rows, ("shown_state",)).items():
+        found = {shown: count for (shown,), (count, _) in groups.items()}
+        counts.update(found)
+        if is_capped or (state in WAITING and sum(found.values()) >= SPLIT_LIMIT):
+            lower_bounds.update((state, *found))
+    return {str(state): counts[state] for state in SHOWN}, lower_bounds
 
 
 def overview() -> dict[str, Any]:
-    """Return the figures of the first screen. A count of 100,000 is a lower bound."""
+    """Return the figures of the first screen. A count of 100,000 is a lower bound; ``lower_bounds``
+    are the states whose counts are."""
     now = CLOCK.now()
     unpublished, _is_needed = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
@@ -75,8 +84,10 @@ def overview() -> dict[str, Any]:
     living = workers.filter(heartbeat_at__gte=now - alive_within()).order_by()
     in_flight = list(living.values_list("in_flight_count", flat=True)[:5000])
     totals = metrics.totals(timedelta(hours=1), with_lag=False)
+    states, lower_bounds = state_counts()
     return {
-        "states": state_counts(),
+        "states": states,
+        "lower_bounds": lower_bounds,
         "open_dead_letters": counts["letters"],
         "backlog": counts["backlog"],
         "oldest_backlog_seconds": seconds_since(oldest["backlog"], now),
