@@ -128,9 +128,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Name the tests that make a run slow which somebody waits for."""
+    """Name the tests that make a run slow which somebody waits for; where none of those that are
+    named is of the tier, say how they are run."""
     if NAMES[config.option.tier] is Tier.LARGE:
         return
+    has_run = not set(terminalreporter.stats) <= {"", "deselected", "warnings"}
+    if names_tests(config) and not config.option.collectonly and not has_run:
+        which = f"none of these tests is {config.option.tier} or smaller"
+        terminalreporter.write_line(f"{which}: give --tier large, or python -m tests --all")
     ran = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     slow = sorted((each.duration, each.nodeid) for each in ran if each.duration > SLOW)
     if slow:

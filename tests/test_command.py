@@ -440,6 +440,16 @@ def test_the_command_runs_the_medium_tests_and_all_but_the_long_ones_when_asked(
     assert "test_long" not in output
 
 
+def test_a_run_that_leaves_out_all_tests_that_are_named_says_how_they_are_run(
+    suite: Suite,
+) -> None:
+    suite.write("import pytest\n@pytest.mark.large\ndef test_large(): pass")
+    for processes in ([], ["-n", "0"]):
+        code, output = suite.run(*processes, str(suite.directory))
+        assert code == pytest.ExitCode.NO_TESTS_COLLECTED, output
+        assert "none of these tests is medium or smaller: give --tier large" in output
+
+
 def test_a_marker_of_a_tier_for_a_case_that_there_is_not_is_refused(suite: Suite) -> None:
     suite.write(SIZED.replace('medium("b")', 'medium("c")'))
     process = collect(suite, [])
