@@ -60,10 +60,20 @@ class Duty(Protocol):
 
 
 class DutyThread(threading.Thread):
-    """Takes the steps of some duties, until it is stopped."""
+    """Takes the steps of some duties, until it is stopped.
 
-    def __init__(self, runtime: Runtime, name: str, duties: Sequence[Duty]) -> None:
+    :param on_death: is called where it ends before, by what is no ``Exception``.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        duties: Sequence[Duty],
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(name=name, daemon=True)
+        self._on_death = on_death
         self._clock, self._database = runtime.clock, runtime.database
         self._duties, self._logged = duties, dict[Duty, tuple[str, float]]()
         self._stopping = threading.Event()
@@ -96,6 +106,9 @@ class DutyThread(threading.Thread):
                     duty.close()
                 except Exception as error:
                     self._log(duty, error)
+        except BaseException:
+            logger.exception("The thread %s has died", self.name)
+            self._on_death()
         finally:
             connections.close_all()
 

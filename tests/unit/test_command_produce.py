@@ -19,6 +19,7 @@ from kjo_django.models import Job
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.items.producer import ProduceResult, produce_every
 from kjo_django.runtime import close_backends, get_transport
+from kjo_django.worker.duties import ClockCheck
 from kjo_django.worker.supervisor import THREAD_DIED
 from tests.items.models import Item
 from tests.items.producers import ItemProducer
@@ -285,6 +286,14 @@ def test_a_relay_that_hangs_keeps_no_process_whose_other_one_has_died(monkeypatc
     monkeypatch.setattr(Relay, "step", step)
     assert not _run(relays)
     may_end.set()
+
+
+def test_a_thread_that_compares_the_clocks_and_dies_stops_the_relays(monkeypatch, caplog):
+    """Their rows would be due by a clock that nobody corrects any more."""
+    monkeypatch.setattr(Relay, "step", lambda relay: 60.0)
+    monkeypatch.setattr(ClockCheck, "step", lambda check: sys.exit("a bug"))
+    assert not _run([Relay()])
+    assert "The thread kjo-clock has died" in caplog.text
 
 
 def test_a_relay_that_dies_ends_the_command(monkeypatch):

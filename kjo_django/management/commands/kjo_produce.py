@@ -7,7 +7,9 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.core.exceptions import FieldError, ImproperlyConfigured
@@ -202,12 +204,15 @@ class Command(ParsedCommand):
 
 def _run(relays: list[Relay]) -> bool:
     """Run the first one in this thread, and each other one in a thread of its own. One that dies
-    stops them all.
+    stops them all, and so does a thread that compares the clocks.
 
     :returns: whether none has died.
     """
     died: list[Relay] = []
-    clocks = [_clock_thread(relay.runtime) for relay in relays]
+
+    def stop_all(relay: Relay) -> None:
+        died.append(relay)
+        _stop(relays)
 
     def run(relay: Relay) -> None:
         try:
@@ -217,6 +222,8 @@ def _run(relays: list[Relay]) -> bool:
             logger.exception("The relay of the database %r has died", relay.runtime.database)
         finally:
             _stop(relays)
+
+    clocks = [_clock_thread(relay.runtime, partial(stop_all, relay)) for relay in relays]
 
     others = [
         threading.Thread(target=run, args=[relay], name="kjo-relay", daemon=True)
@@ -233,12 +240,12 @@ def _run(relays: list[Relay]) -> bool:
     return not died
 
 
-def _clock_thread(runtime: Runtime) -> DutyThread:
+def _clock_thread(runtime: Runtime, on_death: Callable[[], None]) -> DutyThread:
     """Have the relay go by its database's clock from its first look on."""
     check = ClockCheck(runtime)
     with suppress(*OUTAGES):  # the thread tells of them
         check.work()
-    thread = DutyThread(runtime, "kjo-clock", [check])
+    thread = DutyThread(runtime, "kjo-clock", [check], on_death)
     thread.start()
     return thread
 
