@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Unpack
 
 from django.db import connections, transaction
@@ -42,16 +43,8 @@ def cancel(
     """
     outcomes, actor = Outcomes(), options.get("actor", "")
     why = reason or (f"Cancelled by {actor}" if actor else "Cancelled")
-    for key in (key_of(key) for keys in chunks(workflows, 1) for key in keys):
-        with transaction.atomic(using=jobs_database()):
-            row = _locked(key)
-            if row is None or row.state not in OPEN_WORKFLOWS:
-                outcomes.add("not_found" if row is None else row.state)
-                continue
-            _end(row, state, why[:500])
-            if (on_changed := options.get("on_changed")) is not None:
-                on_changed([row])
-        outcomes.add_changed("cancelled", 1)
+    end = partial(_end, state=state, why=why[:500])
+    for key in _changed(workflows, "cancelled", end, outcomes, options):
         left = Job.objects.using(jobs_database()).filter(stage__workflow=key, state__in=OPEN)
         try:
             jobs.cancel(left, abort=True, actor=actor)
@@ -101,18 +94,37 @@ def set_deadline(
     """
     outcomes = Outcomes()
     deadline = None if seconds is None else CLOCK.now() + timedelta(seconds=seconds)
+
+    def change(row: Workflow) -> None:
+        row.deadline = deadline
+        save_state(current_runtime(), row, row.state)
+
+    for _ in _changed(workflows, "changed", change, outcomes, options):
+        pass
+    return outcomes
+
+
+def _changed(
+    workflows: Selection,
+    result: str,
+    change: Callable[[Workflow], None],
+    outcomes: Outcomes,
+    options: ChangeOptions,
+) -> Iterator[Any]:
+    """Change each workflow that is open in a transaction of its own, and yield its key after the
+    commit."""
+    on_changed = options.get("on_changed")
     for key in (key_of(key) for keys in chunks(workflows, 1) for key in keys):
         with transaction.atomic(using=jobs_database()):
             row = _locked(key)
             if row is None or row.state not in OPEN_WORKFLOWS:
                 outcomes.add("not_found" if row is None else row.state)
                 continue
-            row.deadline = deadline
-            save_state(current_runtime(), row, row.state)
-            if (on_changed := options.get("on_changed")) is not None:
+            change(row)
+            if on_changed is not None:
                 on_changed([row])
-        outcomes.add_changed("changed", 1)
-    return outcomes
+        outcomes.add_changed(result, 1)
+        yield key
 
 
 def end_overdue(now: datetime | None = None) -> int:
