@@ -270,28 +270,28 @@ class CoordinationConformance:
     def test_permits_of_an_even_pace_are_its_interval_apart(
         self, limiting: Coordination, name: str
     ) -> None:
-        first, second = limiting.permit([one(name, interval=10.0)] * 2)
+        first, second = limiting.permit([one(name, interval=1000.0)] * 2)
 
         assert first.wait == 0
-        assert second.wait == pytest.approx(10, abs=0.5)
+        assert second.wait == pytest.approx(1000, abs=50)
         assert first.stamp
         assert not second.stamp
 
     def test_what_was_late_is_caught_up(self, limiting: Coordination, name: str) -> None:
-        answers = limiting.permit([one(name, interval=10.0, ahead=20.0)] * 5)
+        answers = limiting.permit([one(name, interval=1000.0, ahead=2000.0)] * 5)
 
         assert [answer.wait for answer in answers[:3]] == [0, 0, 0]
-        assert [answer.wait for answer in answers[3:]] == pytest.approx([10, 20], abs=0.5)
+        assert [answer.wait for answer in answers[3:]] == pytest.approx([1000, 2000], abs=50)
 
     def test_a_window_has_no_more_permits_than_its_number(
         self, limiting: Coordination, name: str
     ) -> None:
-        asks = [one(name, most=4, seconds=30.0, interval=1.0, ahead=60.0)] * 6
+        asks = [one(name, most=4, seconds=3000.0, interval=100.0, ahead=6000.0)] * 6
         waits = [answer.wait for answer in limiting.permit(asks)]
 
         assert waits[:4] == [0, 0, 0, 0]
         # The first is forgotten a hundredth of the window too late.
-        assert waits[4:] == pytest.approx([30.3, 30.3], abs=0.5)
+        assert waits[4:] == pytest.approx([3030, 3030], abs=50)
 
     def test_a_window_moves_on(self, limiting: Coordination, name: str) -> None:
         seconds = self.short.total_seconds()
@@ -301,80 +301,80 @@ class CoordinationConformance:
         assert [bool(answer.stamp) for answer in limiting.permit([ask] * 3)] == [True, True, False]
 
     def test_a_start_counts_as_late_as_it_may_come(self, limiting: Coordination, name: str) -> None:
-        ask = one(name, most=1, seconds=30.0, interval=0.001, lasts=20.0)
+        ask = one(name, most=1, seconds=3000.0, interval=0.001, lasts=2000.0)
         first, second = limiting.permit([ask] * 2)
 
         assert first.stamp
-        assert second.wait == pytest.approx(50.3, abs=0.5)
+        assert second.wait == pytest.approx(5030, abs=50)
 
     def test_a_permit_that_was_not_used_is_replaced_without_a_wait(
         self, limiting: Coordination, name: str
     ) -> None:
-        ask = one(name, most=1, seconds=30.0, interval=10.0)
+        ask = one(name, most=1, seconds=3000.0, interval=1000.0)
         (first,) = limiting.permit([ask])
-        (again,) = limiting.permit([ask._replace(replaces=first.stamp, lasts=5.0)])
+        (again,) = limiting.permit([ask._replace(replaces=first.stamp, lasts=500.0)])
 
         assert again.wait == 0
         # It counts once, from its new moment on.
         (other,) = limiting.permit([ask._replace(replaces=first.stamp)])
-        assert other.wait == pytest.approx(35.3, abs=0.5)
+        assert other.wait == pytest.approx(3530, abs=50)
 
     def test_a_permit_is_given_for_a_moment_ahead(self, limiting: Coordination, name: str) -> None:
         """Its start counts from then on, so that whoever prepares it is ready in time."""
-        ask = one(name, interval=10.0)._replace(within=15.0)
+        ask = one(name, interval=1000.0)._replace(within=1500.0)
         first, second, third = limiting.permit([ask] * 3)
 
-        assert [first.wait, second.wait, third.wait] == pytest.approx([0, 10, 20], abs=0.5)
+        assert [first.wait, second.wait, third.wait] == pytest.approx([0, 1000, 2000], abs=50)
         assert first.stamp < second.stamp
         assert not third.stamp
-        assert limiting.permit([ask])[0].wait == pytest.approx(20, abs=0.5)
+        assert limiting.permit([ask])[0].wait == pytest.approx(2000, abs=50)
 
     def test_a_permit_is_given_half_a_window_ahead_at_most(
         self, limiting: Coordination, name: str
     ) -> None:
         """One that is replaced later must not meet others that counted on its end."""
-        ask = one(name, seconds=30.0, interval=16.0)._replace(within=60.0)
+        ask = one(name, seconds=3000.0, interval=1600.0)._replace(within=6000.0)
 
         assert not limiting.permit([ask] * 2)[1].stamp
 
     def test_a_start_counts_when_it_came(self, limiting: Coordination, name: str) -> None:
-        ask = one(name, most=1, seconds=30.0, interval=0.001, lasts=20.0)
+        ask = one(name, most=1, seconds=3000.0, interval=0.001, lasts=2000.0)
         (given,) = limiting.permit([ask])
-        (other,) = limiting.permit([ask], None, [Used(ask.paces, given.stamp, 5.0)])
+        (other,) = limiting.permit([ask], None, [Used(ask.paces, given.stamp, 500.0)])
 
-        assert other.wait == pytest.approx(25.3, abs=0.8)
+        assert other.wait == pytest.approx(2530, abs=50)
 
     def test_a_start_that_never_came_counts_no_longer(
         self, limiting: Coordination, name: str
     ) -> None:
-        ask = one(name, most=1, seconds=30.0, interval=20.0)
+        ask = one(name, most=1, seconds=3000.0, interval=2000.0)
         (given,) = limiting.permit([ask])
         unused = Used(ask.paces, given.stamp, None)
 
         assert limiting.permit([ask], None, [unused, unused])[0].stamp
-        assert limiting.permit([ask])[0].wait == pytest.approx(30.3, abs=0.8)
+        assert limiting.permit([ask])[0].wait == pytest.approx(3030, abs=50)
 
     def test_an_ask_of_several_rates_waits_for_the_slowest(
         self, limiting: Coordination, name: str
     ) -> None:
-        fast, slow = pace(f"{name}:fast", 1.0), pace(f"{name}:slow", 10.0)
+        fast, slow = pace(f"{name}:fast", 100.0), pace(f"{name}:slow", 1000.0)
         limiting.permit([Ask([slow], 0.0)])
 
         both, alone = limiting.permit([Ask([fast, slow], 0.0), Ask([fast], 0.0)])
 
-        assert both.wait == pytest.approx(10, abs=0.5)
+        assert both.wait == pytest.approx(1000, abs=50)
         # Nothing was taken of the fast one.
         assert alone.wait == 0
-        both = limiting.permit([Ask([slow, pace(f"{name}:third", 20.0)], 0.0)])[0]
-        assert both.wait == pytest.approx(10, abs=0.5)
+        both = limiting.permit([Ask([slow, pace(f"{name}:third", 2000.0)], 0.0)])[0]
+        assert both.wait == pytest.approx(1000, abs=50)
 
     def test_rates_of_different_names_are_independent(
         self, limiting: Coordination, name: str
     ) -> None:
-        asks = [one(f"{name}:{number}", interval=10.0) for number in range(300)]
+        asks = [one(f"{name}:{number}", interval=1000.0) for number in range(300)]
 
         assert [answer.wait for answer in limiting.permit(asks)] == [0] * 300
-        assert min(answer.wait for answer in limiting.permit(asks)) > 5
+        assert min(answer.wait for answer in limiting.permit(asks)) > 500
 
     def test_a_faster_rate_does_not_wait_for_the_slower_one_before(
         self, limiting: Coordination, name: str
