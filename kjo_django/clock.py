@@ -6,12 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from django.utils import timezone
 
 TOLERANCE = 1.0
 """Seconds that the clocks of a host and of its database may be apart, and that the database may
 take to tell its own."""
+
+
+class Comparison(NamedTuple):
+    """What a database's answer tells."""
+
+    ahead: float | None
+    """Seconds by which the host's clock is ahead of the database's, negative where it is behind;
+    None if the database took too long to tell."""
+    took: float
+    """Seconds until the answer."""
 
 
 class Clock:
@@ -27,18 +38,18 @@ class Clock:
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Returns seconds of a clock that never goes back, for durations and deadlines."""
 
-    def ahead_of(self, database_time: Callable[[], datetime]) -> float | None:
-        """Return by how many seconds the host's clock is ahead of a database's, negative where it
-        is behind; None if the database took too long to tell."""
+    def compare(self, database_time: Callable[[], datetime]) -> Comparison:
+        """Compare the host's clock with a database's."""
         here, began = timezone.now(), self.monotonic()
         there = database_time()
         took = self.monotonic() - began
-        return None if took > TOLERANCE else (here - there).total_seconds() + took / 2
+        ahead = (here - there).total_seconds() + took / 2
+        return Comparison(None if took > TOLERANCE else ahead, took)
 
     def follow(self, ahead: float) -> None:
         """Go by the database's clock from now on, or by the host's if that is right.
 
-        :param ahead: what ``ahead_of`` returned.
+        :param ahead: seconds, as ``compare`` returned them.
         """
         if abs(ahead) <= TOLERANCE:
             vars(self).pop("now", None)

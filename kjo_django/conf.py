@@ -316,7 +316,10 @@ class Settings:
     max_payload_bytes: int = option(whole(1), 900_000, "Longest payload accepted and handled.")
     group_size: int = option(whole(1), 500, "Most jobs in one transaction.")
     group_budget: timedelta = option(
-        duration, timedelta(milliseconds=50), "Run time up to which fast jobs share a transaction."
+        duration,
+        timedelta(milliseconds=50),
+        "Run time up to which fast jobs share a transaction; more where the database is more than "
+        "6 ms away.",
     )
     max_outstanding: int = option(
         whole(1),

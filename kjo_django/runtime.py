@@ -33,6 +33,7 @@ from kjo_django.conf import (
     get_settings,
 )
 from kjo_django.coordination.base import CircuitBreaker, Coordination
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import Job, LimitControl, QueueControl
 from kjo_django.store import Store, store_for
 from kjo_django.transports.base import Transport
@@ -48,6 +49,7 @@ class Runtime:
     :param store: the statements for that database.
     :param coordination: leases, marks and wake-ups.
     :param service: the name of this service, which its markers bear.
+    :param group_budget: how long jobs that share a transaction may run.
     :param clock: the system's, or a test's.
     :param wake_breaker: keeps wake-ups from waiting for a coordination that does not answer.
     :param queue_controls: what operators asked of queues, by their names. A worker reads the rows
@@ -60,6 +62,7 @@ class Runtime:
     store: Store
     coordination: Coordination
     service: str
+    group_budget: GroupBudget
     clock: Clock = CLOCK
     wake_breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     queue_controls: dict[str, QueueControl] = field(default_factory=dict)
@@ -108,7 +111,10 @@ def runtime_for(database: str) -> Runtime:
         coordination = _coordination_of(database)
         suffix = "" if database == default_database() else f"@{database}"
         service = settings.service_name
-        made = Runtime(settings, database, store, coordination, service, lease_suffix=suffix)
+        budget = GroupBudget(settings.group_budget.total_seconds())
+        made = Runtime(
+            settings, database, store, coordination, service, budget, lease_suffix=suffix
+        )
         _runtimes[database] = made
     return made
 

@@ -190,7 +190,7 @@ class JoinedSteps:
     ) -> None:
         self._steps, self._scheduler, self._guard = steps, scheduler, guard
         self._leaders, self._queue = leaders, leaders[0].queue.name
-        self._budget = runtime.settings.group_budget.total_seconds()
+        self._budget = runtime.group_budget.seconds
         self._most = runtime.settings.group_size
         self._released: list[DueJob] = []
         self.room, self.lease, self.put = steps.room, steps.lease, steps.put

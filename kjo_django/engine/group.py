@@ -59,7 +59,7 @@ from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, Recorder
+from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, Recorder, Unwritten
 from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
@@ -741,24 +741,25 @@ class Pipeline:
         is_concurrent = deliveries[0].mode is Mode.CONCURRENT
         if is_concurrent and self._loop is not None and running is not None:
             return self._start_coroutines(self._loop, deliveries, running)
-        budget = self._runtime.settings.group_budget.total_seconds()
-        ended = EndedQueue(self._settle, budget, self._recorder if self._is_workers else None)
+        ended = EndedQueue(
+            self._settle,
+            self._runtime.settings.group_budget.total_seconds(),
+            self._recorder if self._is_workers else None,
+        )
         self._ended[ended] = deliveries
         try:
-            left = self._run_parts(deliveries, ended, budget)
+            left = self._run_parts(deliveries, ended)
         finally:
             if not self._watch.is_abandoned:  # else ``abandon`` looks for it
                 self._ended.pop(ended, None)
         return ended.deferred + left
 
-    def _run_parts(
-        self, deliveries: list[Delivery], ended: EndedQueue, budget: float
-    ) -> list[Delivery]:
+    def _run_parts(self, deliveries: list[Delivery], ended: EndedQueue) -> list[Delivery]:
         """Admit, run and settle one part of a group after the other; returns what was not run.
 
         :param ended: takes what has ended, and the deferred among it.
-        :param budget: seconds for which an admission is good.
         """
+        budget = self._runtime.group_budget.seconds
         left, size, has_begun, retry = deliveries, len(deliveries), False, None
         while left and not (has_begun and self._stopping.is_set()):
             ended.deferred += [d for d in left if ended.held_back.covers(d)]
@@ -940,17 +941,18 @@ class Pipeline:
         refuses again and again is a failure of its attempt. Returns the deferred: they run again.
         """
         write, what = partial(self._write_completions, attempts), "Endings cannot be recorded"
-        following, error = self._persist(write, what, len(attempts))
-        if following is Next.SPLIT:
+        unwritten = self._persist(write, what, len(attempts))
+        if unwritten is None:
+            return self._settle(attempts)
+        if unwritten.following is Next.SPLIT:
             return [d for one in attempts for d in self._record_completions([one])]
-        if following is Next.STOPPED:
+        if unwritten.following is Next.STOPPED:
             return self._defer([attempt.delivery for attempt in attempts])
-        if error is not None:
-            for attempt in attempts:
-                # Tried again, what is committed would be done twice.
-                is_done = attempt.is_committed
-                final = TransactionEndedError(f"It cannot be recorded: {error}")
-                failures.judge_error(self._runtime, attempt, final if is_done else error)
+        for attempt in attempts:
+            # Tried again, what is committed would be done twice.
+            is_done, error = attempt.is_committed, unwritten.error
+            final = TransactionEndedError(f"It cannot be recorded: {error}")
+            failures.judge_error(self._runtime, attempt, final if is_done else error)
         return self._settle(attempts)
 
     def _write_completions(self, attempts: Sequence[Attempt]) -> None:
@@ -959,11 +961,9 @@ class Pipeline:
         token, receiver = self._leases.token, self._receiver
         recorder.record_completions(self._runtime, attempts, token, receiver)
 
-    def _persist(
-        self, write: Callable[[], None], what: str, count: int
-    ) -> tuple[Next, Exception | None]:
-        """Write what has run, waiting out the outages of the database. Return what follows where
-        this ends without it, and the error; None: it is written.
+    def _persist(self, write: Callable[[], None], what: str, count: int) -> Unwritten | None:
+        """Write what has run, waiting out the outages of the database; return why it could not be
+        written, if so.
 
         :param what: could not be done, for the log.
         :param count: number of attempts that are written together.
@@ -975,9 +975,9 @@ class Pipeline:
             except Exception as error:
                 following = retry.after(error, self._runtime.database, what, count)
                 if following is not Next.AGAIN:
-                    return following, error
+                    return Unwritten(following, error)
             else:
-                return Next.AGAIN, None
+                return None
 
     def _record_failures(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Make failures durable, and finish them; returns the deferred. These keep their attempt,
@@ -985,12 +985,12 @@ class Pipeline:
         if tracing.tracer is not None:
             tracing.tracer.failing([a for a in attempts if a.ending in FAILURES])
         write, what = partial(self._write_failures, attempts), "Failures cannot be recorded"
-        following, error = self._persist(write, what, len(attempts))
-        if error is None:
+        unwritten = self._persist(write, what, len(attempts))
+        if unwritten is None:
             return self._finish_failures(attempts)
-        if following is Next.SPLIT:
+        if unwritten.following is Next.SPLIT:
             return [d for one in attempts for d in self._record_failures([one])]
-        is_refused = following is Next.REFUSED
+        is_refused = unwritten.following is Next.REFUSED
         if is_refused:
             # It runs again, so that the attempt counts and there is an end to it.
             for attempt in attempts:

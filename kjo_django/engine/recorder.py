@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -273,6 +273,14 @@ class Next(enum.Enum):
     """This one can never be recorded as it is."""
     STOPPED = "stopped"
     """The worker stops, and the server is still away."""
+
+
+class Unwritten(NamedTuple):
+    """Why outcomes could not be written."""
+
+    following: Next
+    """What is to be done; not ``Next.AGAIN``, which has been done."""
+    error: Exception
 
 
 class OutageRetry:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.group_budget import GroupBudget
 from kjo_django.transports.base import Subscription, TopicKey, TopicPartition
 
 CONCURRENT_GROUP = 1000
@@ -140,8 +141,8 @@ class GroupScheduler:
 
     :param lanes: how many threads take groups from it.
     :param group_size: most deliveries of one group.
-    :param budget: seconds of expected run time up to which deliveries share a group; also what a
-        handler that has not run yet is expected to take.
+    :param budget: expected run time up to which deliveries share a group; also what a handler that
+        has not run yet is expected to take.
     :param most: deliveries that are run to their end in all; None for any number.
     :param record_bytes: bytes of a value that count as one record.
     :param ramp_up: coroutines of a queue that may start each second beside two for each that has
@@ -153,7 +154,7 @@ class GroupScheduler:
         lanes: int,
         *,
         group_size: int,
-        budget: float,
+        budget: GroupBudget,
         most: int | None = None,
         record_bytes: float = math.inf,
         ramp_up: float | None = None,
@@ -404,7 +405,7 @@ class GroupScheduler:
         # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
         seconds = 0.0
         if first.mode in TIMED:
-            seconds = len(ready) * self._run_times.get(first.kind, self._budget)
+            seconds = len(ready) * self._run_times.get(first.kind, self._budget.seconds)
             if self._shares_run and not first.asks_again:
                 seconds *= self._shares_run.get(first.kind, 1.0)
         worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
@@ -440,13 +441,13 @@ class GroupScheduler:
         :param share: keys of the group at most.
         """
         taken: list[Delivery] = []
-        budget = self._budget
+        budget = default = self._budget.seconds
         while ready and share and len(taken) < size:
             waiting, before = ready[0].waiting, len(taken)
             while waiting and len(taken) < size and waiting[0].mode is mode:
                 seconds = 0.0
                 if mode in TIMED:
-                    seconds = self._run_times.get(waiting[0].kind, self._budget)
+                    seconds = self._run_times.get(waiting[0].kind, default)
                     if self._shares_run and not waiting[0].asks_again:
                         seconds *= self._shares_run.get(waiting[0].kind, 1.0)
                 if seconds > budget and taken and not _fits_into_batch(waiting[0], taken):
@@ -776,8 +777,9 @@ class GroupScheduler:
         own = sum(each.queue == queue for each in recent)
         lanes = max(0, min(self._idle + len(recent), limit.groups - self._groups[queue] + own))
         kind, batch = self._taken_last.get(queue, ("", 1))
-        run_time = max(self._run_times.get(kind, self._budget), self._budget / self._size)
-        size = max(batch, 1, int(self._budget / run_time))
+        budget = self._budget.seconds
+        run_time = max(self._run_times.get(kind, budget), budget / self._size)
+        size = max(batch, 1, int(budget / run_time))
         return int(min(max(taken, GROUPS_AHEAD * lanes * size), self._left))
 
     def _count_startable(

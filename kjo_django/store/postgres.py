@@ -16,7 +16,7 @@ from django.db.models import AutoField, Model
 from kjo_django import states
 from kjo_django.clock import CLOCK
 from kjo_django.ids import uuid7_values
-from kjo_django.models import EventKey, Job, Workflow
+from kjo_django.models import EventKey, Job, Lease, Workflow
 from kjo_django.store.base import (
     JOB_FIELDS,
     NOWHERE,
@@ -210,8 +210,7 @@ class PostgresStore(Store):
             sends_begin = is_outermost and not calls_handlers
             with begin_with_first_query(connection) if sends_begin else nullcontext():
                 if is_outermost and not waits_for_disk:
-                    with connection.cursor() as cursor:
-                        cursor.execute("SET LOCAL synchronous_commit TO off")
+                    self._execute(_NO_WAIT_FOR_DISK, ())
                 yield
 
     sends_several = True
@@ -582,6 +581,26 @@ class PostgresStore(Store):
             columns = [array_text(column) for column in zip(*rows, strict=True)]
             self._execute(_COMPLETE_FORWARDED, [now, now, *columns, states.TRANSITIONS["complete"]])
 
+    # --- Leases of coordination -------------------------------------------------------------------
+
+    def claim_leases(
+        self, names: Sequence[str], token: str, ttl: timedelta
+    ) -> dict[str, tuple[bool, int]]:
+        """Take what can be taken in one round trip, its transaction included. How often the leases
+        of others were claimed takes another one."""
+        now, array = CLOCK.now(), list(names)
+        with self.transaction(durable=True):
+            _, taken = self._execute_all(
+                [(_NO_WAIT_FOR_DISK, ()), (_CLAIM_LEASES, [token, now + ttl, array, now, now])],
+                is_last=True,
+            )
+        claims = {name: (True, deliveries) for name, deliveries in taken}
+        if others := [name for name in names if name not in claims]:
+            found = Lease.objects.using(self.alias).filter(name__in=others)
+            counts = dict(found.values_list("name", "deliveries"))
+            claims |= {name: (False, counts.get(name, 0)) for name in others}
+        return claims
+
     # --- Limits -----------------------------------------------------------------------------------
 
     def read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
@@ -908,6 +927,17 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
     AND kjo_job.destination <> ''
 """
 
+_NO_WAIT_FOR_DISK = "SET LOCAL synchronous_commit TO off"
+# The arrays are in one order, so that two who claim do not deadlock. A lease that is neither free
+# nor the claimer's is not answered.
+_CLAIM_LEASES = """
+INSERT INTO kjo_lease AS lease (name, token, expires_at, deliveries)
+SELECT name, %s, %s, 1 FROM unnest(%s::text[]) AS claimed (name)
+ON CONFLICT (name) DO UPDATE SET token = excluded.token, expires_at = excluded.expires_at,
+    deliveries = lease.deliveries + CASE WHEN lease.expires_at <= %s THEN 1 ELSE 0 END
+    WHERE lease.expires_at <= %s OR lease.token = excluded.token
+RETURNING name, deliveries
+"""
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
 _READ_WINDOWS = """
 SELECT clock_timestamp(), name, starts FROM kjo_rate_window WHERE name = ANY(%s)

@@ -161,8 +161,10 @@ class ClockCheck(PeriodicDuty):
         self._told: float | None = 0.0
 
     def work(self) -> None:
-        """Compare the clocks, and log when the host's turns out to be wrong, or right again."""
-        ahead = self._clock.ahead_of(self._runtime.store.server_time)
+        """Compare the clocks, and log when the host's turns out to be wrong, or right again. Note
+        how far away the database is."""
+        ahead, took = self._clock.compare(self._runtime.store.server_time)
+        self._runtime.group_budget.note_round_trip(took)
         if ahead is not None:
             self.ahead = ahead
             self._clock.follow(ahead)

@@ -178,7 +178,7 @@ class Worker:
         self.scheduler = GroupScheduler(
             lanes,
             group_size=conf.group_size,
-            budget=conf.group_budget.total_seconds(),
+            budget=runtime.group_budget,
             most=max_messages,
             record_bytes=conf.max_outstanding_bytes / conf.max_outstanding,
             ramp_up=conf.async_ramp_up,

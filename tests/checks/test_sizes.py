@@ -16,8 +16,8 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 261
-MOST_CLASSES = 515
+MOST_MODULES = 262
+MOST_CLASSES = 518
 MOST_CORE_LINES = 26_400
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

@@ -24,6 +24,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
@@ -105,7 +106,7 @@ class Bench:
             self.transport,
             self.queue.consumer_group,
             [self.queue],
-            GroupScheduler(1, group_size=1, budget=1),
+            GroupScheduler(1, group_size=1, budget=GroupBudget(1)),
             max_outstanding=1,
         )
 

@@ -19,6 +19,7 @@ from django.utils import timezone
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import get_settings
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.monitoring.health import health
 from kjo_django.runtime import Runtime
@@ -61,7 +62,7 @@ def told_by(clock: Clock, took: float = 0.0) -> Any:
 def test_a_wrong_clock_is_measured_and_left(ahead: float) -> None:
     clock, tell = Clock(), told_by(Clock())
     with host_ahead(ahead):
-        measured = clock.ahead_of(tell)
+        measured = clock.compare(tell).ahead
         assert measured is not None and abs(measured - ahead) < 1
         clock.follow(measured)
         assert abs(clock.now() - (timezone.now() - timedelta(seconds=ahead))) < timedelta(seconds=1)
@@ -86,8 +87,8 @@ def test_a_host_that_is_set_right_changes_nothing_of_a_clock_that_goes_by_the_da
 
 def test_a_database_that_took_long_to_tell_says_nothing_of_the_clock() -> None:
     clock = Clock()
-    assert clock.ahead_of(told_by(clock, took=2.0)) is None
-    assert clock.ahead_of(told_by(clock)) is not None
+    assert clock.compare(told_by(clock, took=2.0)).ahead is None
+    assert clock.compare(told_by(clock)).ahead is not None
 
 
 # --- What is said of it ---------------------------------------------------------------------------
@@ -170,7 +171,13 @@ def measure(check: ClockCheck, ahead: float, took: float = 0.0) -> None:
 
 @pytest.fixture
 def check() -> ClockCheck:
-    runtime = SimpleNamespace(clock=Clock(), settings=get_settings(), database="main", store=None)
+    runtime = SimpleNamespace(
+        clock=Clock(),
+        settings=get_settings(),
+        database="main",
+        store=None,
+        group_budget=GroupBudget(0.05),
+    )
     return ClockCheck(cast(Runtime, runtime))
 
 

@@ -21,6 +21,7 @@ from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.runtime import current_runtime, get_coordination
@@ -468,7 +469,7 @@ CONCURRENT = handler("async", mode=Mode.CONCURRENT)
 
 def test_a_lane_is_free_while_its_coroutines_fly():
     # Given
-    lanes = GroupScheduler(1, group_size=10, budget=1.0)
+    lanes = GroupScheduler(1, group_size=10, budget=GroupBudget(1.0))
     flying = [delivery(key, handler=CONCURRENT) for key in "aba"]
     lanes.put(flying)
     group = lanes.take(timeout=0)
@@ -489,7 +490,7 @@ def test_a_lane_is_free_while_its_coroutines_fly():
 
 
 def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
-    lanes = GroupScheduler(2, group_size=10, budget=1.0)
+    lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0))
     lanes.set_limits({"q": QueueLimit(2, 2)})
     lanes.put([delivery(None, handler=CONCURRENT) for _ in range(3)])
     lanes.put([delivery(None)])
@@ -522,7 +523,7 @@ def started(lanes: GroupScheduler) -> list[Delivery]:
 def test_many_coroutines_start_one_after_the_other():
     # Given
     clock = SetClock()
-    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=clock)
+    lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=100, clock=clock)
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
     lanes.put([delivery(None)])
     # Then only a few of them start at once, beside what is no coroutine
@@ -543,7 +544,7 @@ def ended(coroutines: list[Delivery], took: float | None) -> list[Delivery]:
 
 def test_each_coroutine_that_completes_lets_two_start():
     # Given
-    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=SetClock())
+    lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=100, clock=SetClock())
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
     running = started(lanes)
     # When all complete but one, again and again
@@ -559,7 +560,7 @@ def test_each_coroutine_that_completes_lets_two_start():
 @pytest.mark.parametrize("took", [None, 2.2], ids=["failed", "slow"])
 def test_a_coroutine_whose_server_has_enough_to_do_lets_one_start(took):
     # Given ten of which one took a second
-    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=100, clock=SetClock())
+    lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=100, clock=SetClock())
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
     running = started(lanes)
     lanes.finish_coroutines(ended(running[:1], 1.0))
@@ -574,7 +575,7 @@ def test_a_coroutine_whose_server_has_enough_to_do_lets_one_start(took):
 def test_after_a_quiet_time_coroutines_start_slowly_again():
     # Given a hundred that have run together, and ended one by one
     clock = SetClock()
-    lanes = GroupScheduler(2, group_size=10, budget=1.0, ramp_up=1000, clock=clock)
+    lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=1000, clock=clock)
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(100))
     for coroutine in ended(started(lanes), 0.1):
         lanes.finish_coroutines([coroutine])
@@ -587,7 +588,7 @@ def test_after_a_quiet_time_coroutines_start_slowly_again():
 
 def test_a_lane_wakes_up_for_the_next_coroutine():
     # Given all that may start now started, and nothing that ends
-    lanes = GroupScheduler(1, group_size=10, budget=1.0, ramp_up=100)
+    lanes = GroupScheduler(1, group_size=10, budget=GroupBudget(1.0), ramp_up=100)
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(30))
     started(lanes)
     # Then

@@ -19,6 +19,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.poller import plan_fetch
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.outbox.relay import Relay
 from kjo_django.runtime import get_transport
@@ -335,7 +336,7 @@ def test_however_little_room_there_is_a_topic_that_holds_nothing_is_read():
 
 def test_a_key_of_large_values_counts_by_its_bytes():
     # Given a scheduler for which 100 bytes count as one record
-    scheduler = GroupScheduler(1, group_size=10, budget=1.0, record_bytes=100)
+    scheduler = GroupScheduler(1, group_size=10, budget=GroupBudget(1.0), record_bytes=100)
     queue, subscription = get_settings().queue("default"), Silent()
     for number, (key, size) in enumerate([(b"k", 250), (b"k", 250), (b"other", 90)]):
         record = Record("a", 0, number, key, b"x" * size, {})

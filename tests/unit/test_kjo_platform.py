@@ -10,6 +10,7 @@ import pytest
 
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.group_budget import GroupBudget
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
@@ -80,7 +81,7 @@ class Subscription(Silent):
 def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     """KJO-76: when the partition comes back it is not paused for ever."""
     clock = SetClock()
-    lanes = GroupScheduler(1, group_size=1, budget=1.0, clock=clock)
+    lanes = GroupScheduler(1, group_size=1, budget=GroupBudget(1.0), clock=clock)
     poller = Poller(current_runtime(), None, "group", [], lanes, max_outstanding=1)
     subscription, partition = Subscription(), TopicPartition("emails", 3)
     subscription.assigned = [partition]
@@ -113,7 +114,7 @@ def time_passes():
 
 @pytest.fixture
 def poller(time_passes):
-    lanes = GroupScheduler(1, group_size=1, budget=1.0)
+    lanes = GroupScheduler(1, group_size=1, budget=GroupBudget(1.0))
     told: list[str | None] = []
     runtime = replace(current_runtime(), clock=time_passes)
     made = Poller(runtime, Away(), "group", [], lanes, max_outstanding=1, on_error=told.append)

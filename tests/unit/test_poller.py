@@ -11,6 +11,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.runtime import current_runtime, get_transport
@@ -46,7 +47,7 @@ class Watched(GroupScheduler):
     """Tells when something has come."""
 
     def __init__(self) -> None:
-        super().__init__(4, group_size=1, budget=1)
+        super().__init__(4, group_size=1, budget=GroupBudget(1))
         self.filled = threading.Event()
 
     def put(self, deliveries):

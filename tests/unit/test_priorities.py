@@ -17,6 +17,7 @@ from kjo_django import PermanentError, job, registry
 from kjo_django.conf import get_settings
 from kjo_django.engine import scheduler
 from kjo_django.engine.poller import Poller
+from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, TransportMessage
 from kjo_django.operations import dead_letters
@@ -365,7 +366,7 @@ def test_an_urgent_job_is_fetched_beside_low_ones_though_the_last_fetched_was_as
     # Given a worker of two lanes that hold low jobs, with low and urgent ones that wait
     configure("database", 1)
     mail = get_settings().queue("mail")
-    lanes = scheduler.GroupScheduler(2, group_size=1, budget=1)
+    lanes = scheduler.GroupScheduler(2, group_size=1, budget=GroupBudget(1))
     transport = get_transport()
     poller = Poller(
         current_runtime(), transport, mail.consumer_group, [mail], lanes, max_outstanding=400

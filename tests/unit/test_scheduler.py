@@ -19,6 +19,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler, QueueLimit
 from kjo_django.exceptions import MessageError
+from kjo_django.group_budget import GroupBudget
 from kjo_django.limits.permits import LimitState
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
@@ -67,7 +68,7 @@ def lanes_of(
     **options,
 ) -> GroupScheduler:  # fmt: skip
     """It knows how long handlers take: ``slow`` twice the budget, ``fast`` a hundredth."""
-    lanes = GroupScheduler(count, group_size=size, budget=budget, **options)
+    lanes = GroupScheduler(count, group_size=size, budget=GroupBudget(budget), **options)
     for name, seconds in {"fast": 0.01, "slow": 2.0, **(known or {})}.items():
         for _ in range(200):
             lanes.measure(name, seconds)

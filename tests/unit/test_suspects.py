@@ -21,6 +21,7 @@ from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
@@ -194,7 +195,7 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
     job.enqueue_many([{"n": n} for n in range(4)])
     deliveries = bench.poll()
     left_by_the_dead([*slow_one, *deliveries[:2]], has_expired=has_expired)
-    scheduler = GroupScheduler(2, group_size=10, budget=1)
+    scheduler = GroupScheduler(2, group_size=10, budget=GroupBudget(1))
     lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
     scheduler.put(slow_one)
     lanes.start(1)
@@ -220,7 +221,7 @@ def test_they_run_back_to_back(bench):
     clock, ran = Clock(), []
     clock.monotonic = lambda: 0.0
     budget = get_settings().group_budget.total_seconds()
-    scheduler = GroupScheduler(1, group_size=500, budget=budget, clock=clock)
+    scheduler = GroupScheduler(1, group_size=500, budget=GroupBudget(budget), clock=clock)
     lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
 
     def note(n):

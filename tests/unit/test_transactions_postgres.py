@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -57,6 +58,15 @@ def test_the_first_query_carries_the_beginning_along_and_answers_as_if_it_were_a
     assert sent == ["BEGIN; SELECT 1", "SELECT 2"]
     assert answers == (1, 2)
     assert inside == STATUS.INTRANS
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+
+
+def test_leases_are_claimed_in_one_round_trip(sent):
+    claimed = store_for("default").claim_leases(["a", "b"], "me", timedelta(minutes=1))
+    assert claimed == {"a": (True, 1), "b": (True, 1)}
+    (text,) = sent
+    assert text.startswith("BEGIN; SET LOCAL synchronous_commit TO off; ")
+    assert text.endswith("; COMMIT")
     assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
 
 

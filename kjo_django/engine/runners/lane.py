@@ -106,8 +106,7 @@ class LaneRunner:
         using = self._runtime.database
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
-        budget = self._runtime.settings.group_budget.total_seconds()
-        until = time.monotonic() + OVERRUN * budget
+        until = time.monotonic() + OVERRUN * self._runtime.group_budget.seconds
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
         steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
@@ -151,7 +150,7 @@ class LaneRunner:
 
         :param ended: takes what has ended; what has not begun is left without an ending.
         """
-        until = time.monotonic() + self._runtime.settings.group_budget.total_seconds()
+        until = time.monotonic() + self._runtime.group_budget.seconds
         has_begun = False
         for step in in_steps(attempts):
             not_run = [attempt for attempt in step if attempt.ending is not None]
@@ -236,7 +235,7 @@ class LaneRunner:
             seconds = max(attempt.seconds for attempt in ended)
             if guard is not None and guard.has_changed:
                 # Its group ends with it, so a group is not to have more than one of them.
-                seconds = max(seconds, self._runtime.settings.group_budget.total_seconds())
+                seconds = max(seconds, self._runtime.group_budget.seconds)
             self._on_measure(step[0].delivery.kind, seconds)
         for attempt in ended:
             if attempt.error is None:

@@ -325,7 +325,7 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _clocks(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    ahead = CLOCK.ahead_of(current_runtime().store.server_time)
+    ahead = CLOCK.compare(current_runtime().store.server_time).ahead
     if ahead is None:
         return False, "the database took too long to tell its time", ASK_AGAIN
     found = {"this host": ahead}
