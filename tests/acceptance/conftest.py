@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from django.db import connections
 
+from kjo_django import registry
+from kjo_django.enqueue.definition import JobDefinition
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
 from tests.databases import EMPTY, copied_database, in_place_of_sqlite
+from tests.declarations import forgetting
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -130,3 +133,17 @@ def items_engine(real_servers: Servers, tmp_path: Path) -> Iterator[ItemEngine]:
     """The full engine, with the queue of `tests.items`."""
     with ItemEngine(real_servers, tmp_path) as engine:
         yield engine
+
+
+@pytest.fixture
+def limited() -> Iterator[Any]:
+    """The module of the handlers with limits. This process plays a web application: it asks for no
+    limit."""
+    with forgetting(registry._handlers, registry.limited):
+        from tests.ledger import limited
+
+        for declared in vars(limited).values():
+            if isinstance(declared, JobDefinition):
+                registry.register(declared.handler)
+        registry.limited.clear()
+        yield limited

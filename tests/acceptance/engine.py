@@ -81,6 +81,8 @@ class Engine:
         self.kafka_options: dict[str, Any] = {}
         """What every client of Kafka is given besides."""
         self.producer_options: dict[str, Any] = {}
+        self.other_queues: list[str] = []
+        """Queues beside ``ledger``; each has a topic of its own."""
         self.programs: list[Program] = []
         self.forks = True
         """Whether processes of ``manage.py`` are forked, which takes less time: they have the
@@ -109,6 +111,9 @@ class Engine:
                 **self._options.get("QUEUES", {}).get("ledger", {}),
             }
         }
+        for name in self.other_queues:
+            topic = f"{name}-{self._suffix}"
+            kjo["QUEUES"][name] = {"topic": topic, "consumer_group": self.group}
         if self.servers.kafka:
             kjo["TRANSPORTS"] = {
                 "default": {

@@ -8,21 +8,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import pytest
 from django.db import connections, transaction
 from django.db.models import Max
 
-from kjo_django import registry
-from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import NEVER, HeldJob, TransportMessage
 from tests.acceptance.engine import ALIAS, Engine, Servers
+from tests.acceptance.moments import moments_in, most_within
 from tests.acceptance.program import Program
-from tests.declarations import forgetting
 from tests.ledger import jobs
 from tests.services import RedisServer
-from tests.services.delay import farther
 
 pytestmark = pytest.mark.timeout(240)
 SECONDS = 10.0
@@ -37,25 +33,6 @@ every_engine = pytest.mark.parametrize(
 )
 
 
-class Moment(NamedTuple):
-    at: float
-    pid: int
-    what: str
-
-
-@pytest.fixture
-def limited() -> Iterator[Any]:
-    with forgetting(registry._handlers, registry.limited):
-        from tests.ledger import limited
-
-        for declared in vars(limited).values():
-            if isinstance(declared, JobDefinition):
-                registry.register(declared.handler)
-        # This process plays a web application: it asks for no limit.
-        registry.limited.clear()
-        yield limited
-
-
 @pytest.fixture
 def limiting(engine_name: str, request: Any) -> Engine:
     engine: Engine = request.getfixturevalue(engine_name)
@@ -63,18 +40,6 @@ def limiting(engine_name: str, request: Any) -> Engine:
     # A worker counts as dead after three heartbeats: a busy machine may be late by two.
     engine.configure(HEARTBEAT_INTERVAL=1, PROCESSING_TTL=6)
     return engine
-
-
-def moments_in(path: Path) -> list[Moment]:
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        at, pid, what = line.split(" ", 2)
-        found.append(Moment(float(at), int(pid), what))
-    return sorted(found)
-
-
-def most_within(moments: list[float], seconds: float) -> int:
-    return max(sum(1 for m in moments if first <= m < first + seconds) for first in moments)
 
 
 @every_engine
@@ -103,32 +68,6 @@ def test_a_rate_holds_over_four_workers_one_of_which_is_killed(
     starts = [moment.at for moment in moments_in(path)]
     assert most_within(starts, 1.0) <= 5
     print(f"{len(starts)} starts within {starts[-1] - starts[0]:.1f} s")
-
-
-@pytest.mark.postgres
-def test_a_rate_is_used_where_the_database_is_four_milliseconds_away(
-    postgres: Engine, limited: Any, tmp_path: Path
-) -> None:
-    """Large, since it takes a minute, and what it measures depends on the machine."""
-    # Given
-    path, minute = tmp_path / "starts", 60.0
-    postgres.variables["KJO_TEST_LIMITS"] = "1"
-    url = urlsplit(postgres.servers.database_url)
-    limited.start_often.enqueue_many([{"path": str(path)}] * 2_400)
-    with farther(str(url.hostname), int(url.port or 0), 0.002) as port:
-        far = url._replace(netloc=url.netloc.replace(f":{url.port}", f":{port}"))
-        postgres.variables["DATABASE_URL"] = far.geturl()
-        # When
-        worker = postgres.ready_worker()
-        postgres.wait_until(lambda: moments_in(path), "Nothing started")
-        postgres.wait_for_moment(minute + 1)
-        assert worker.stop() == 0, worker.log_tail()
-    # Then
-    starts = [moment.at for moment in moments_in(path)]
-    used = sum(1 for start in starts if start < starts[0] + minute) / (30 * minute)
-    print(f"{used:.3f} of the rate was used")
-    assert most_within(starts, 1.0) <= 30
-    assert used >= 0.95
 
 
 def runs_of(path: Path, lost: dict[int, float]) -> list[tuple[float, float]]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from kjo_django import job
+from tests.ledger.models import Entry
 
 
 def _note_moment(path: str, what: str) -> None:
@@ -29,9 +30,24 @@ def start_rated_in_transaction(path: str) -> None:
 
 
 @job(queue="ledger", rate="30/s")
-def start_often(path: str) -> None:
-    """Note when it starts."""
-    _note_moment(path, "start")
+def write_often(path: str) -> None:
+    """Note when it starts, and add an entry."""
+    _note_moment(path, "often")
+    Entry.objects.create(job=path)
+
+
+@job(queue="ledger", rate="5/s")
+def write_seldom(path: str) -> None:
+    """Note when it starts, and add an entry."""
+    _note_moment(path, "seldom")
+    Entry.objects.create(job=path)
+
+
+@job(queue="ledger")
+def write_at_will(path: str) -> None:
+    """Note when it starts, and add an entry; nothing limits it."""
+    _note_moment(path, "at will")
+    Entry.objects.create(job=path)
 
 
 @job(queue="ledger", rate="1/h", atomic=False)
