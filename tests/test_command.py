@@ -521,14 +521,18 @@ def test_what_there_is_not_is_refused_with_what_there_is(
 @pytest.mark.medium
 def test_slow_tests_are_named_at_the_end_unless_everything_was_asked_for() -> None:
     reports = {"passed": [Report("quick", 5.0), Report("slow", 5.1)], "failed": [Report("bad", 9)]}
+    source = pytest.Config.ArgsSource.TESTPATHS
     for tier, told in (("medium", ["   9.0 s  bad", "   5.1 s  slow"]), ("large", [])):
         lines: list[str] = []
         reporter = SimpleNamespace(
-            getreports=reports.get, section=lambda title: None, write_line=lines.append
+            getreports=reports.get,
+            section=lambda title: None,
+            write_line=lines.append,
+            stats=reports,
         )
-        selection.pytest_terminal_summary(
-            reporter, SimpleNamespace(option=SimpleNamespace(tier=tier))
-        )
+        option = SimpleNamespace(tier=tier, keyword="", deselect=None, markexpr="", collectonly=0)
+        config: Any = SimpleNamespace(option=option, args_source=source, getini=lambda name: [])
+        selection.pytest_terminal_summary(reporter, config)
         assert lines == told
 
 

@@ -18,6 +18,7 @@ from kjo_django.engine.handler.call import in_steps
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
+from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, EventKey, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.testing import drain, perform
@@ -345,7 +346,7 @@ def test_steps_hold_everything_once_in_the_order_of_its_key(wanted):
 
 
 def lanes_of(count: int, **options) -> GroupScheduler:
-    return GroupScheduler(count, **{"group_size": 5, "budget": 0.1, **options})
+    return GroupScheduler(count, **{"group_size": 5, "budget": GroupBudget(0.1), **options})
 
 
 def slow_batches(size: int) -> registry.Handler:
