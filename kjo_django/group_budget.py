@@ -7,8 +7,8 @@ from collections import deque
 ROUND_TRIPS = 8
 """Round trips to the database that a group takes besides its handlers, at most about."""
 MEASURED = 12
-"""Latest round trips of which the shortest counts: a busy process prolongs most of them, and the
-first of a session opens it. A worker measures one with each heartbeat."""
+"""Latest round trips of which the shortest counts: a busy process prolongs most of them. A worker
+measures one with each heartbeat."""
 
 
 class GroupBudget:
@@ -28,6 +28,8 @@ class GroupBudget:
         """The budget as it is now."""
 
     def note_round_trip(self, seconds: float) -> None:
-        """Note how long the database took to answer a query that costs it nothing."""
+        """Note how long the database took to answer a query that costs it nothing. The first one
+        changes nothing: it may have opened its session, which takes several round trips."""
         self._measured.append(seconds)
-        self.seconds = max(self._least, ROUND_TRIPS * min(self._measured))
+        if len(self._measured) > 1:
+            self.seconds = max(self._least, ROUND_TRIPS * min(self._measured))

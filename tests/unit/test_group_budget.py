@@ -17,14 +17,24 @@ from tests.unit.test_scheduler import delivery, take
 @pytest.mark.parametrize("far", [0.0002, 0.005])
 def test_near_a_database_the_setting_holds(far: float) -> None:
     budget = GroupBudget(0.05)
-    budget.note_round_trip(far)
+    for _ in range(2):
+        budget.note_round_trip(far)
     assert budget.seconds == 0.05
 
 
 def test_far_from_a_database_it_is_as_long_as_the_round_trips_of_a_group() -> None:
     budget = GroupBudget(0.05)
-    budget.note_round_trip(0.02)
+    for _ in range(2):
+        budget.note_round_trip(0.02)
     assert budget.seconds == pytest.approx(0.16)
+
+
+def test_a_first_answer_that_took_as_long_as_its_session_to_open_changes_nothing() -> None:
+    budget = GroupBudget(0.05)
+    budget.note_round_trip(0.09)
+    assert budget.seconds == 0.05
+    budget.note_round_trip(0.005)
+    assert budget.seconds == 0.05
 
 
 def test_answers_that_a_busy_process_gets_late_change_nothing_for_long() -> None:
@@ -51,7 +61,8 @@ def test_jobs_share_as_many_round_trips_as_the_budget_allows() -> None:
     group = take(lanes)
     assert len(group.deliveries) == 2
     lanes.finish(group, [])
-    budget.note_round_trip(0.02)
+    for _ in range(2):
+        budget.note_round_trip(0.02)
     assert len(take(lanes).deliveries) == 8
 
 
@@ -66,5 +77,6 @@ def test_a_heartbeat_measures_how_far_away_the_database_is(monkeypatch: pytest.M
         return tell()
 
     monkeypatch.setattr(type(runtime.store), "server_time", tell_from_afar)
-    ClockCheck(runtime).work()
+    for _ in range(2):
+        ClockCheck(runtime).work()
     assert runtime.group_budget.seconds == pytest.approx(0.16)
