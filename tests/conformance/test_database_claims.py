@@ -76,6 +76,21 @@ def publish(transport: DatabaseTransport, *values: str, topic: str = "t", **more
     )
 
 
+def _renew_statistics(alias: str) -> None:
+    table = TransportMessage._meta.db_table
+    command = "ANALYZE TABLE" if connections[alias].vendor == "mysql" else "ANALYZE"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"{command} {table}")
+
+
+def _wait_for_no_lock(alias: str) -> None:
+    """Make this thread's session refuse to wait for a lock, as soon as the server can refuse."""
+    is_mysql = connections[alias].vendor == "mysql"
+    name, value = ("innodb_lock_wait_timeout", "1") if is_mysql else ("lock_timeout", "'1s'")
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SET SESSION {name} = {value}")
+
+
 def texts(records: list[Record]) -> list[str]:
     return [(record.value or b"").decode() for record in records]
 
@@ -299,6 +314,48 @@ def test_a_renewal_waits_for_no_transaction_that_settles(
         thread.join(PATIENCE)
     assert has_ended_in_time == [True]
     assert not TransportMessage.objects.using(alias).filter(value=settled.value).exists()
+
+
+def test_transactions_that_settle_much_of_the_table_wait_for_each_other_never(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    """A statement that names many rows reads those rows only: MariaDB would read the whole table,
+    and wait for the rows that another transaction has locked."""
+    if not connections[alias].features.has_select_for_update_skip_locked:
+        pytest.skip("one transaction writes at a time")
+    consumer, other = subscribe(), subscribe()
+    publish(transport, *(f"{name}{number}" for name in "ab" for number in range(150)))
+    records = consumer.poll(300, 1)
+    publish(transport, *(f"c{number}" for number in range(300)))
+    _renew_statistics(alias)
+    # Given a transaction that has settled the first half and goes on
+    has_settled, may_end = threading.Event(), threading.Event()
+    has_ended_in_time: list[bool] = []
+
+    def settle() -> None:
+        with transaction.atomic(using=alias):
+            consumer.acknowledge_in_transaction(records[:150])
+            has_settled.set()
+            has_ended_in_time.append(may_end.wait(PATIENCE))
+        connections[alias].close()
+
+    thread = threading.Thread(target=settle)
+    thread.start()
+    try:
+        assert has_settled.wait(PATIENCE)
+        _wait_for_no_lock(alias)
+        # When another one settles the second half, and others are claimed
+        with transaction.atomic(using=alias):
+            consumer.acknowledge_in_transaction(records[150:])
+        claimed = other.poll(300, 0)
+    finally:
+        may_end.set()
+        thread.join(PATIENCE)
+    # Then neither has waited for it
+    assert has_ended_in_time == [True]
+    assert len(claimed) == 300
+    assert not TransportMessage.objects.using(alias).filter(key=b"a").exists()
+    assert not TransportMessage.objects.using(alias).filter(key=b"b").exists()
 
 
 def test_a_frozen_owner_loses_its_rows_and_its_late_acknowledgement(

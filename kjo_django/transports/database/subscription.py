@@ -198,10 +198,11 @@ class DatabaseSubscription(LeasedSubscription):
         if not connections[self._alias].features.has_select_for_update_skip_locked:
             rows.update(lease_expires_at=expires_at)
             return
+        moment = connections[self._alias].ops.adapt_datetimefield_value(expires_at)
         with store_for(self._alias).transaction(waits_for_disk=False):
             free = rows.order_by("id").select_for_update(skip_locked=True)
-            for chunk in _batches(self._alias, free.values_list("id", flat=True)):
-                rows.filter(id__in=chunk).update(lease_expires_at=expires_at)
+            ids = free.values_list("id", flat=True)
+            _change(self._alias, _RENEW, [moment, self._token], ids)
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
         """Hold these records, and return them without those that are held already: one that another
@@ -507,9 +508,7 @@ class DatabaseSubscription(LeasedSubscription):
             self._may_have_strays = False
 
     def _free(self, ids: Iterable[int]) -> None:
-        for chunk in _batches(self._alias, ids):
-            rows = self._held_rows().filter(id__in=chunk)
-            rows.update(lease_token="", lease_expires_at=None)
+        _change(self._alias, _FREE, [self._token], ids)
 
     def _delete(self, tokens: Sequence[Any]) -> None:
         _change(self._alias, _DELETE, [self._token], [id for _, id in tokens])
@@ -663,21 +662,33 @@ def count_lag(
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
 
 
-_DELETE = "DELETE FROM kjo_transport_message WHERE lease_token = %s"
+_DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
-UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
+{update} SET lease_token = %s, lease_expires_at = %s
 WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
 """
+_RENEW = "{update} SET lease_expires_at = %s WHERE lease_token = %s"
+_FREE = "{update} SET lease_token = '', lease_expires_at = NULL WHERE lease_token = %s"
+
+_VERBS = {"delete": "DELETE FROM kjo_transport_message", "update": "UPDATE kjo_transport_message"}
+# MySQL and MariaDB would read the whole table for half of its rows, and wait for each of them that
+# a transaction has locked.
+_VERBS_BY_ID = {
+    "delete": "DELETE m FROM kjo_transport_message m FORCE INDEX (PRIMARY)",
+    "update": "UPDATE kjo_transport_message FORCE INDEX (PRIMARY)",
+}
 
 
 def _change(alias: str, statement: str, values: list[Any], ids: Iterable[int]) -> int:
     """Execute it for rows with these ids, which Django would prepare one by one; return how many
-    rows changed."""
+    rows changed. No other row is read, so nobody waits for who has locked another one."""
     changed = 0
-    with connections[alias].cursor() as cursor:
+    connection = connections[alias]
+    begin = statement.format_map(_VERBS_BY_ID if connection.vendor == "mysql" else _VERBS)
+    with connection.cursor() as cursor:
         for chunk in _batches(alias, ids):
             places = ", ".join(["%s"] * len(chunk))
-            cursor.execute(f"{statement} AND id IN ({places})", [*values, *chunk])
+            cursor.execute(f"{begin} AND id IN ({places})", [*values, *chunk])
             changed += cursor.rowcount
     return changed
 
