@@ -20,6 +20,7 @@ from django.db import OperationalError, connection, transaction
 from kjo_django import job
 from tests.adversaries import COMMITS, SPOILS, UNDOES
 from tests.faults.boundary import Fault
+from tests.faults.patterns import REFUSED
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario
 from tests.faults.world import World
@@ -88,10 +89,10 @@ def _share(world: World, process: Process, **options: Any) -> None:
         Entry.objects.create(job=job)
         world.calls[job] += 1
         if connection.run_on_commit:
-            raise OperationalError("deadlock detected")
+            raise OperationalError(REFUSED)
         transaction.on_commit(lambda: None)
 
-    world.never = "deadlock detected"
+    world.never = REFUSED
     sharing = job(name="faults.adversary", queue=QUEUE, **options)(work)
     for name in ("f1", "f2", "f3", "f4"):
         world.enqueue(process, name, partial(sharing.enqueue, job=name))

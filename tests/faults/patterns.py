@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from django.core.management import call_command
-from django.db import transaction
+from django.db import OperationalError, connection, transaction
 
 from kjo_django import (
     BaseEvent,
@@ -32,6 +32,7 @@ from tests.faults.world import World
 from tests.items.models import Item
 from tests.ledger.models import Entry
 
+REFUSED = "deadlock detected"
 EVENTS, KDLQ, STREAM, ITEMS = "faults-events", "faults-kdlq", "faults-stream", "faults-items"
 
 
@@ -52,6 +53,8 @@ class Patterns:
             name, _, ending = (record.value or b"").decode().partition("/")
             Entry.objects.create(job=name)
             error = behave(name, ending)
+            if ending == "alone" and connection.run_on_commit:  # of another, before it
+                raise OperationalError(REFUSED)
             if isinstance(error, RuntimeError):
                 return ProcessingStatus.MUST_BE_REDELIVERED
             if error:
@@ -173,6 +176,16 @@ def _kdlq(ending: str) -> Any:
     return act
 
 
+def _kdlq_beside_others(world: World, process: Process) -> None:
+    """Records that the database refuses where another one has run in their transaction before. The
+    first of its kind is alone."""
+    world.never = REFUSED
+    for name in ("f1", "f2", "f3", "f4"):
+        world.publish(KDLQ, f"{name}/alone".encode())
+        world.promised.append(name)
+    _work(world, process, "alone")
+
+
 def _stream(ending: str) -> Any:
     def act(world: World, process: Process) -> None:
         for name, how in _jobs(ending):
@@ -206,6 +219,9 @@ for _ending in ("completed", "retried", "dead", "paused", "mixed"):
 for _ending in ("completed", "retried", "dead", "mixed"):
     scenario(f"kdlq-{_ending}", KDLQ, f"{KDLQ}-redelivery", f"{KDLQ}-retry")(_kdlq(_ending))
     scenario(f"item-{_ending}", ITEMS)(_item(_ending))
+scenario("kdlq-fails-beside-others", KDLQ, f"{KDLQ}-redelivery", f"{KDLQ}-retry")(
+    _kdlq_beside_others
+)
 
 
 # --- The relay ------------------------------------------------------------------------------------

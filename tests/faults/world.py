@@ -329,6 +329,8 @@ class World:
             found += [
                 f"An attempt of {failure.job_id} failed: {self.never}" for failure in failures
             ]
+            dead = DeadLetter.objects.filter(error__contains=self.never)
+            found += [f"{bytes(letter.value)!r} is dead: {self.never}" for letter in dead]
         for row in Workflow.objects.exclude(state__in=OPEN_WORKFLOWS):
             signal = WORKFLOW_ENDS[WorkflowState(row.state)]
             is_excused = str(row.pk) in self.exempt or self.has_refused

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, OperationalError, connection
 
 from kjo_django.conf import get_settings
+from kjo_django.exceptions import MustBeKilled
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters, jobs
@@ -93,6 +95,70 @@ def test_ok_redelivered_and_killed(transport) -> None:
         assert record.headers["KDLQ_OrigTopic"] == b"pay"
     if transport == "memory":
         assert len(dead) == 2
+
+
+def _refused_beside_others(transaction_of: list[bytes], error: Exception) -> Any:
+    """Return a processor that fails in a transaction with others, as by their locks."""
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None:
+        transaction_of.append(record.value or b"")
+        Entry.objects.create(job=(record.value or b"").decode())
+        if record.value == b"locked" and transaction_of[-2:-1] == [b"locks"]:
+            raise error
+
+    return process
+
+
+def test_what_the_database_refuses_beside_others_runs_again_alone(transport) -> None:
+    """FINDINGS 2.4: others may be why, and their message was processed."""
+    runs: list[bytes] = []
+    _refused_beside_others(runs, DatabaseError("relation exists"))
+    bench = Bench("pay")
+    for value in ("locks", "locked", "free"):
+        send(None, value)
+    bench.run()
+    bench.close()
+    # Then none of them is killed, and each took effect once
+    assert sorted(Entry.objects.values_list("job", flat=True)) == ["free", "locked", "locks"]
+    assert runs == [b"locks", b"locked", b"free", b"locked"]
+    assert not DeadLetter.objects.exists()
+    assert not Job.objects.exists()
+
+
+@pytest.mark.parametrize("error", [MustBeKilled("no"), ValueError("no")], ids=["said", "other"])
+def test_what_is_not_the_databases_to_refuse_is_killed_beside_others(transport, error) -> None:
+    runs: list[bytes] = []
+    _refused_beside_others(runs, error)
+    bench = Bench("pay")
+    for value in ("locks", "locked"):
+        send(None, value)
+    bench.run()
+    bench.close()
+    assert runs == [b"locks", b"locked"]
+    assert DeadLetter.objects.get().reason == "fatal"
+
+
+def test_what_the_database_refuses_of_one_alone_is_killed_unless_it_may_be_repeated(
+    transport,
+) -> None:
+    runs: list[bytes] = []
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None:
+        runs.append(record.value or b"")
+        if record.value == b"never":
+            raise DatabaseError("no such table")
+        if runs.count(b"later") < 3:
+            raise OperationalError(1213, "Deadlock found when trying to get lock")
+
+    for value in ("never", "later"):
+        bench = Bench("pay")
+        send(None, value)
+        bench.run()
+        bench.close()
+    assert runs == [b"never", *[b"later"] * 3]
+    assert bytes(DeadLetter.objects.get().value) == b"never"
 
 
 def test_a_second_delivery_of_a_routed_message_routes_nothing(transport) -> None:

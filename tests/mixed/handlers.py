@@ -225,6 +225,8 @@ KDLQ = topic("kdlq", run)
         max_kills=0,
         redelivery_delay=timedelta(milliseconds=200),
         max_redelivery_delay=timedelta(seconds=1),
+        # One query may be broken, of a record that is alone in its transaction.
+        default_on_exception="redeliver",
     ),
 )
 def process(record: Any) -> ProcessingStatus:

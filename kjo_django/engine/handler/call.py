@@ -186,6 +186,8 @@ def call_step(
     watch: TimeoutWatch,
     step: Sequence[Attempt],
     around: AbstractContextManager[object] = _NOTHING,
+    *,
+    is_shared: bool = False,
 ) -> BaseException | None:
     """Make one call of a handler from this thread, and note in its attempts how it ended.
 
@@ -194,11 +196,14 @@ def call_step(
 
     :param step: one attempt, or several of a batch handler's.
     :param around: is entered for the call. What that raises fails the call.
+    :param is_shared: whether its transaction is that of others, too.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
     handler, runs, context = _prepare(runtime, step)
     if context is None:
         return None
+    for _, run in runs:
+        run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
     variables, connection = copy_context(), connections[runtime.database]
     count, began = len(connection.run_on_commit), time.perf_counter()

@@ -56,6 +56,9 @@ class JobContext:
     """The workflow that the job is a step of, if it is one."""
     worker: str = ""
     """A name that is kept with the completed job, where the run has given one."""
+    is_shared: bool = False
+    """Whether its transaction is that of others, too: where it fails by an error of the database,
+    it is called again alone."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
 

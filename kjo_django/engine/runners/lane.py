@@ -226,7 +226,8 @@ class LaneRunner:
             for attempt in step:
                 attempt.ending, attempt.reason = Ending.DEFERRED, Reason.ALONE
             return None
-        raised = call_step(self._runtime, self._watch, step, around)
+        is_shared = guard is not None and guard.is_shared
+        raised = call_step(self._runtime, self._watch, step, around, is_shared=is_shared)
         if guard is not None and changed:
             mine = connections.all(initialized_only=True)
             guard.has_changed |= any(connection in changed for connection in mine)

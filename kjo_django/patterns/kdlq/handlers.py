@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import transaction
+from django.db import connections, transaction
 
 from kjo_django import conf, registry
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
+from kjo_django.engine.handler.connections import is_of_database, is_repeatable
 from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.enqueue.storing import row_key, store_record
 from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
@@ -109,9 +110,16 @@ class KdlqHandler(Handler):
                 parking.leave(line)
                 self._park(record, line, max(line.ahead_until, CLOCK.now()))
                 return
-        self._process(record, line)
+        self._process(record, line, context)
 
-    def _process(self, record: Record, line: parking.Line | None) -> None:
+    def _process(self, record: Record, line: parking.Line | None, context: JobContext) -> None:
+        def may_succeed_again(error: Exception) -> bool:
+            """Others in its transaction may be why it failed, or the database chose it for the sake
+            of others: the worker calls it again, as any handler."""
+            if is_repeatable(error):
+                return True
+            return context.is_shared and is_of_database(error, connections[jobs_database()])
+
         def call() -> Any:
             with transaction.atomic(using=jobs_database()):
                 answer = self.processor(record)
@@ -120,7 +128,7 @@ class KdlqHandler(Handler):
                     transaction.set_rollback(True, using=jobs_database())
                 return answer
 
-        verdict = judge(call, self.config)
+        verdict = judge(call, self.config, may_succeed_again)
         self._call_listeners_later(
             "on_message_processing", record, status=verdict.status, error=verdict.error
         )

@@ -37,8 +37,15 @@ class Decision:
     """The delay of that record."""
 
 
-def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
-    """Call the processor and return its status."""
+def judge(
+    call: Callable[[], Any],
+    config: DlqConfig,
+    may_succeed_again: Callable[[Exception], bool] = lambda error: False,
+) -> Verdict:
+    """Call the processor and return its status.
+
+    :param may_succeed_again: whether an error says nothing of the message, and is raised.
+    """
     try:
         answer = call()
     except JobCancelledError:
@@ -48,6 +55,8 @@ def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
     except MustBeKilled as error:
         return Verdict(ProcessingStatus.ERROR, error)
     except Exception as error:
+        if may_succeed_again(error):
+            raise
         again = config.default_on_exception == "redeliver"
         status = ProcessingStatus.MUST_BE_REDELIVERED if again else ProcessingStatus.ERROR
         return Verdict(status, error)
