@@ -8,7 +8,7 @@ from datetime import datetime
 
 from kjo_django import states
 from kjo_django.clock import CLOCK
-from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason, RefusedRecord
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.messages.headers import Message, message_id
@@ -75,7 +75,7 @@ def _refuse_marked_ahead(fresh: Collection[EventKey], rows: Mapping[Delivery, Jo
         for delivery, row in rows.items()
         if delivery.key not in fresh
         and is_next_attempt(delivery, row)
-        and not (delivery.handler is not None and delivery.handler.judges_itself)
+        and not delivery.handler.judges_itself
     ]
     if ahead:
         raise MarkedAheadError(ahead)
@@ -111,8 +111,6 @@ def admit(
     :param leases: this worker's.
     """
     message, handler, runtime = delivery.message, delivery.handler, leases.runtime
-    assert message is not None
-    assert handler is not None
     if not is_fresh and not handler.judges_itself:
         return Attempt(delivery, Ending.DUPLICATE, row=row)
     if row is None:
@@ -155,10 +153,10 @@ def _is_held_elsewhere(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
 
 def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Attempt:
     """Return the next attempt of a delivery, with its number and the limit of its job."""
-    spent, own = 0, delivery.queue.max_attempts
+    spent, own = 0, 0
     if row is not None:
         spent, own = row.attempts, row.max_attempts
-    elif delivery.handler is not None:
+    else:
         own = delivery.handler.max_attempts(delivery.queue)
     limit = limit_of(runtime, delivery.queue.name, own, spent)
     return Attempt(delivery, row=row, number=spent + delivery.deliveries, limit=limit)
@@ -190,7 +188,6 @@ def limit_of(runtime: Runtime, queue: str, own: int, spent: int) -> int:
 def why_skip(delivery: Delivery, row: JobRow) -> Reason | None:
     """Return why the row forbids the run; None when it does not."""
     message = delivery.message
-    assert message is not None
     if row.state not in _OPEN:
         return Reason(row.state)
     if message.job_id is None:
@@ -201,25 +198,21 @@ def why_skip(delivery: Delivery, row: JobRow) -> Reason | None:
     return Reason.ATTEMPT if message.attempt <= row.attempts else None
 
 
-def refuse(leases: LeaseBook, deliveries: Sequence[Delivery]) -> list[Attempt]:
-    """Return how records end that nobody can handle: they cannot be read, or no handler is
-    registered for them.
+def refuse(leases: LeaseBook, deliveries: Sequence[RefusedRecord]) -> list[Attempt]:
+    """Return how records end that no handler here can run.
 
     :param leases: this worker's.
     """
-    named = [d for d in deliveries if d.message is not None and d.message.job_id is not None]
+    named = [delivery for delivery in deliveries if delivery.message.job_id is not None]
     rows = load_rows(leases.runtime, named)[1] if named else {}
     now = CLOCK.now()
     return [_refused(delivery, rows.get(delivery), leases, now) for delivery in deliveries]
 
 
-def _refused(delivery: Delivery, row: JobRow | None, leases: LeaseBook, now: datetime) -> Attempt:
-    problem, message = delivery.problem, delivery.message
-    if problem is None:
-        assert message is not None
-        problem = MessageError(
-            DeadLetterReason.UNKNOWN_TYPE, f"No handler is registered for {message.type!r}"
-        )
+def _refused(
+    delivery: RefusedRecord, row: JobRow | None, leases: LeaseBook, now: datetime
+) -> Attempt:
+    problem = delivery.problem
     if row is not None and row.generation == NAMED_BY_OTHERS:
         row = None
     if row is None:
@@ -229,15 +222,13 @@ def _refused(delivery: Delivery, row: JobRow | None, leases: LeaseBook, now: dat
     if row.lease_token and _is_held_elsewhere(row, leases, now):
         return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     attempt = Attempt(delivery, Ending.DEAD, problem.reason, row, row.attempts, error=problem)
-    if delivery.problem is None:
-        end_expired(attempt, now)
+    end_expired(attempt, now)
     return attempt
 
 
 def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> bool:
     """Return whether a job's row, or that it has none any more, forbids the run."""
     message = delivery.message
-    assert message is not None
     if row is None:
         return message.job_id is not None and message.service == runtime.service
     if row.generation == NAMED_BY_OTHERS or why_skip(delivery, row) is not None:
@@ -253,7 +244,7 @@ def is_left_open(attempt: Attempt) -> bool:
     without the other, somebody has used the job's name, and it is not done for that.
     """
     message, row = attempt.delivery.message, attempt.row
-    if row is None or message is None or message.job_id != str(row.id):
+    if row is None or message.job_id != str(row.id):
         return False
     return not _is_born_here(message, row) and not why_skip(attempt.delivery, row)
 
@@ -263,9 +254,7 @@ def is_next_attempt(delivery: Delivery, row: JobRow) -> bool:
 
     Then there is no marker of its message: the marker and the end of the row are one transaction.
     """
-    message = delivery.message
-    assert message is not None
-    return _is_born_here(message, row) and why_skip(delivery, row) is None
+    return _is_born_here(delivery.message, row) and why_skip(delivery, row) is None
 
 
 def is_awaited(attempt: Attempt) -> bool:
@@ -333,7 +322,6 @@ def load_rows(
     named: dict[Delivery, str] = {}
     for delivery in deliveries:
         message = delivery.message
-        assert message is not None
         if message.job_id is None or message.service != service:
             foreign[delivery] = message.row_name
             if not message.unique_id and (match := _is_id_with_generation(message.id)):

@@ -15,8 +15,8 @@ from kjo_django.exceptions import MessageError
 from kjo_django.failure_facts import FailureFacts
 from kjo_django.limits.permits import LimitState
 from kjo_django.messages.headers import Message
-from kjo_django.models import EventKey
-from kjo_django.registry import Handler, route_of
+from kjo_django.models import DeadLetterReason, EventKey
+from kjo_django.registry import Handler, HandlerOptions, route_of
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import NoSubscription, Record, Subscription, TopicPartition
@@ -39,12 +39,15 @@ NO_KEY = EventKey("", "", "")
 
 
 class Delivery:
-    """One record on its way through a lane. What many ask of it is worked out once.
+    """One record on its way through a lane: a message, and the handler that is to run it. What many
+    ask of it is worked out once.
 
     :param service: this process's, under whose name the effects of its messages are marked.
-    :param problem: why it is poison.
-    :param deliveries: times it was begun since its last durable outcome, this one included.
+    :param level: its level of priority: 2 urgent, 1 high, 0 normal, -1 low.
     """
+
+    deliveries: int = 1
+    """Times it was begun since its last durable outcome, this one included."""
 
     attempt: Attempt | None = None
     """The last attempt, while its way is not known to be over; see ``Attempt.must_not_run``."""
@@ -67,19 +70,17 @@ class Delivery:
     """What its limits know of it, and write; None: it has none."""
     weight: int = 1
     """As how many records it counts; a large value counts as several."""
-    level: int = 0
-    """Its level of priority: 2 urgent, 1 high, 0 normal, -1 low."""
     trace: Any = None
     """What a tracer keeps of its run until that is settled."""
-    kind: str = ""
+    kind: str
     """The name of its handler, by which its run time is estimated."""
-    mode: Mode = Mode.POISON
+    mode: Mode
     """How it is run."""
-    batch: int | None = None
+    batch: int | None
     """Most deliveries its handler takes in one call; None for a handler of one."""
-    lease: str = ""
-    """The name of its lease."""
-    key: EventKey = NO_KEY
+    lease: str
+    """The name of its lease; "" of a record that nobody can read."""
+    key: EventKey
     """Of its marker in ``processed_events``."""
     shard: object
     """What its order is kept by: its record's key, or the item several keys speak of. A record
@@ -92,32 +93,27 @@ class Delivery:
         subscription: Subscription,
         queue: QueueConf,
         service: str,
-        message: Message | None,
-        handler: Handler | None,
-        problem: MessageError | None = None,
-        deliveries: int = 1,
+        message: Message,
+        handler: Handler,
+        level: int = 0,
     ) -> None:
         self.record = record
         self.subscription = subscription
         self.queue = queue
         self.message = message
         self.handler = handler
-        self.problem = problem
-        self.deliveries = deliveries
+        self.level = level
         self.place: TopicPartition = TopicPartition(record.topic, record.partition)
         """The partition it came from."""
-        if handler is not None and problem is None:
-            self.kind, self.batch = handler.options.name, handler.options.batch
-            outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
-            self.mode = Mode.ATOMIC if handler.options.atomic else outside
-        lease_id = None
-        if message is not None:
-            owner = handler.service if handler is not None else ""
-            self.key = EventKey(message.id, owner or service, message.type)
-            lease_id = message.lease_id
-            self.lease = lease_name(queue, lease_id or message.id)
-        if lease_id:
-            self.shard = (record.topic, lease_id)
+        self.kind, self.batch = handler.options.name, handler.options.batch
+        outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
+        self.mode = Mode.ATOMIC if handler.options.atomic else outside
+        self.key, self.lease = NO_KEY, ""
+        if message.id:
+            self.key = EventKey(message.id, handler.service or service, message.type)
+            self.lease = lease_name(queue, message.lease_id or message.id)
+        if message.lease_id:
+            self.shard = (record.topic, message.lease_id)
         elif record.key is not None:
             self.shard = (record.topic, record.key)
         else:
@@ -145,15 +141,65 @@ class Delivery:
         return self.mode is Mode.ATOMIC
 
 
-def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:
+def _run_nothing() -> None:
+    raise AssertionError("A refused record is not run")
+
+
+_NOBODY = Handler(_run_nothing, HandlerOptions(name=""))
+
+
+class RefusedRecord(Delivery):
+    """A record that no handler here can run, and which is dead-lettered.
+
+    :param problem: why.
+    :param message: what could be read of it; None: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        subscription: Subscription,
+        queue: QueueConf,
+        service: str,
+        problem: MessageError,
+        message: Message | None = None,
+        level: int = 0,
+    ) -> None:
+        unread = Message(id="", type="", payload=record.value or b"", content_type="")
+        super().__init__(record, subscription, queue, service, message or unread, _NOBODY, level)
+        self.mode = Mode.POISON
+        self.problem = problem
+
+
+def delivery_of(
+    record: Record,
+    subscription: Subscription,
+    queue: QueueConf,
+    service: str,
+    found: tuple[Message, Handler | None],
+    level: int = 0,
+) -> Delivery:
+    """Return the delivery of a record, given what its route has read.
+
+    :param level: its level of priority.
+    """
+    message, handler = found
+    if handler is not None:
+        return Delivery(record, subscription, queue, service, message, handler, level)
+    why = f"No handler is registered for {message.type!r}"
+    unknown = MessageError(DeadLetterReason.UNKNOWN_TYPE, why)
+    return RefusedRecord(record, subscription, queue, service, unknown, message, level)
+
+
+def read_delivery(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:
     """Return the delivery of a record that no subscription has handed out; None if it is meant for
     others."""
     subscription, service = NoSubscription(), runtime.service
     try:
         found = route_of(queue.name).read(record, max_bytes=runtime.settings.max_payload_bytes)
     except MessageError as problem:
-        return Delivery(record, subscription, queue, service, None, None, problem)
-    return None if found is None else Delivery(record, subscription, queue, service, *found)
+        return RefusedRecord(record, subscription, queue, service, problem)
+    return found and delivery_of(record, subscription, queue, service, found)
 
 
 class Ending(enum.Enum):

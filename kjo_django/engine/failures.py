@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +19,15 @@ from kjo_django import states
 from kjo_django.clock import CLOCK
 from kjo_django.conf import priority_of
 from kjo_django.engine.admission import limit_of, load_rows
-from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
+from kjo_django.engine.attempt import (
+    UNWANTED,
+    Abort,
+    Attempt,
+    Delivery,
+    Ending,
+    Reason,
+    RefusedRecord,
+)
 from kjo_django.engine.handler.call import call_watched
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.engine.handler.context import facts_of
@@ -67,22 +74,22 @@ MAX_HEADER_MESSAGE = 1_000
 MAX_HEADER_STACKTRACE = 4_000
 
 
-def policy(runtime: Runtime, handler: Handler | None, queue: str) -> RetryPolicy:
+def policy(runtime: Runtime, handler: Handler, queue: str) -> RetryPolicy:
     """Return the retry policy: the handler's own back-off if it has one, else what an operator
     asked of the queue, else the settings'."""
     conf, control = runtime.settings, runtime.queue_controls.get(queue)
     base = conf.backoff_base
     if control is not None and control.backoff_base:
         base = timedelta(seconds=control.backoff_base)
-    policy = RetryPolicy(
+    own = handler.options
+    return RetryPolicy(
         Backoff(base, max(base, conf.backoff_max), conf.backoff_jitter),
         conf.error_recovery_delays,
         conf.pausable_errors,
+        own=own.backoff,
+        retry_on=own.retry_on,
+        give_up_on=own.give_up_on,
     )
-    if handler is None:
-        return policy
-    own = handler.options
-    return replace(policy, own=own.backoff, retry_on=own.retry_on, give_up_on=own.give_up_on)
 
 
 def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
@@ -152,7 +159,7 @@ def keeps_place(runtime: Runtime, attempt: Attempt) -> bool:
     row, and which outlives the worker. Where it is lost the time begins anew.
     """
     delivery, message = attempt.delivery, attempt.delivery.message
-    if attempt.pause_seconds is None or message is None:
+    if attempt.pause_seconds is None:
         return False
     conf, now, coordination = runtime.settings, CLOCK.now(), runtime.coordination
     if delivery.paused_since is None:
@@ -345,7 +352,7 @@ def _call_failure_hook(using: str, attempt: Attempt) -> None:
     :raises OperationalError: the transaction is not the same any more.
     """
     handler = attempt.delivery.handler
-    if handler is not None and handler.observes:
+    if handler.observes:
         hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
         call_watched(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
     if not is_pristine(connections[using]):
@@ -397,8 +404,7 @@ def failure_of(attempt: Attempt) -> FailureFacts:
 
 def _handler_of(delivery: Delivery) -> str:
     """Return the name of the handler that a message, or a record that cannot be read, is for."""
-    message = delivery.message
-    return message.type if message else names.text(delivery.record.headers, names.TYPE)
+    return delivery.message.type or names.text(delivery.record.headers, names.TYPE)
 
 
 def _facts(attempt: Attempt) -> dict[str, Any]:
@@ -437,9 +443,7 @@ def _record_birth(
 ) -> tuple[Any, bool]:
     """Write the row of a foreign message's first failure; see ``_record_job``."""
     using = runtime.database
-    row = None
-    if attempt.delivery.message is not None:
-        row = _birth(runtime, attempt, changes, now)
+    row = _birth(runtime, attempt, changes, now)
     if row is None:
         return None, True
     try:
@@ -497,8 +501,7 @@ def _birth(
     """
     delivery, message, record = attempt.delivery, attempt.delivery.message, attempt.delivery.record
     using, handler, queue = runtime.database, delivery.handler, delivery.queue
-    assert message is not None
-    if handler is None:
+    if isinstance(delivery, RefusedRecord):
         return None
     id = _id_for(using, message, record)
     was_sent_here = False
@@ -579,7 +582,7 @@ def _failed_attempt(attempt: Attempt, job_id: Any, now: datetime, worker: str) -
     facts, message = failure_of(attempt), attempt.delivery.message
     failure = JobFailure(
         job_id=job_id,
-        generation=message.generation if message else 1,
+        generation=message.generation,
         attempt=attempt.number,
         worker=worker[:255],
         code=facts.code,
@@ -603,7 +606,7 @@ def source_id(delivery: Delivery, job_id: UUID | None) -> str:
     """
     message, record = delivery.message, delivery.record
     if job_id is not None:
-        return source_of_job(job_id, message.generation if message else 1)
+        return source_of_job(job_id, message.generation)
     time = record.timestamp.isoformat() if record.timestamp else ""
     identity = "\0".join([delivery.queue.consumer_group, *map(str, record.position), time])
     return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
@@ -621,9 +624,7 @@ def dead_letter_of(
         reason=attempt.reason,
         source_id=source_id(delivery, job_id),
         job_id=job_id,
-        message_id=storable_text(
-            message.id if message is not None else names.text(record.headers, names.ID), 255
-        ),
+        message_id=storable_text(message.id or names.text(record.headers, names.ID), 255),
         queue=delivery.queue.name,
         handler=storable_text(handler, 100),
         key=record.key,
@@ -647,7 +648,7 @@ def _unique_id(attempt: Attempt) -> dict[str, bytes]:
     """Return the header that keeps the id a job was enqueued under: only its row knows it, and
     that may be given to another payload, or pruned, before the dead letter is replayed."""
     message, row = attempt.delivery.message, attempt.row
-    if message is None or row is None or not row.unique_id:
+    if row is None or not row.unique_id:
         return {}
     if row.unique_id == message.row_name:
         return {}  # a message nobody enqueued here: its own id
@@ -692,9 +693,9 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
     added = names.encode(
         {
             names.DLQ_GROUP: delivery.queue.consumer_group,
-            names.DLQ_HANDLER: message.type if message else None,
-            names.DLQ_MESSAGE_ID: message.id if message else None,
-            names.DLQ_JOB_ID: message.job_id if message else None,
+            names.DLQ_HANDLER: message.type or None,
+            names.DLQ_MESSAGE_ID: message.id or None,
+            names.DLQ_JOB_ID: message.job_id,
             names.DLQ_ATTEMPTS: attempt.number,
             names.DLQ_FIRST_FAILED_AT: now,
             names.DLQ_LAST_FAILED_AT: now,

@@ -42,7 +42,15 @@ from kjo_django.clock import CLOCK
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack, MarkedAheadError
-from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
+from kjo_django.engine.attempt import (
+    FAILURES,
+    Attempt,
+    Delivery,
+    Ending,
+    Mode,
+    Reason,
+    RefusedRecord,
+)
 from kjo_django.engine.committed import keep_committed
 from kjo_django.engine.direct_steps import DirectSteps
 from kjo_django.engine.handler.call import call_isolated, call_watched, recording
@@ -253,11 +261,12 @@ class Pipeline:
             left = [delivery for delivery in left if not held_back.covers(delivery)]
         if not left:
             return deferred
-        if left[0].mode is Mode.POISON:
-            refused = admission.refuse(self._leases, left)
+        refused = [delivery for delivery in left if isinstance(delivery, RefusedRecord)]
+        if refused:
+            attempts = admission.refuse(self._leases, refused)
             if self._is_workers:  # others may know what this one does not
-                failures.wait_for_handlers(self._runtime, refused)
-            return deferred + self._settle(refused)
+                failures.wait_for_handlers(self._runtime, attempts)
+            return deferred + self._settle(attempts)
         is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do
         for delivery in left:
@@ -518,7 +527,7 @@ class Pipeline:
         """
         attempts: list[Attempt] = []
         ended: Sequence[Attempt] = ()
-        if all(d.handler is not None and d.handler.options.database_only for d in deliveries):
+        if all(delivery.handler.options.database_only for delivery in deliveries):
             try:
                 self._transact(deliveries, attempts)
                 return attempts
@@ -633,8 +642,7 @@ class Pipeline:
     def _judge_commit(self, attempt: Attempt, error: DatabaseError) -> None:
         """Find out whether the COMMIT of a completion that was not answered has taken effect; if
         not, it is a failed attempt."""
-        handler = attempt.delivery.handler
-        is_of_another = handler is not None and handler.judges_itself and not attempt.is_marked
+        is_of_another = attempt.delivery.handler.judges_itself and not attempt.is_marked
         if (
             attempt.is_in_doubt
             and not is_of_another  # its marker is of an earlier message
@@ -698,11 +706,7 @@ class Pipeline:
                     if any(delivery.subscription.joins_transactions for delivery in part):
                         recorder.acknowledge_within(durable)
                     # But for those that have a hook to be called under their leases.
-                    durable = [
-                        a
-                        for a in durable
-                        if not (a.delivery.handler and a.delivery.handler.observes)
-                    ]
+                    durable = [a for a in durable if not a.delivery.handler.observes]
                     settled = [attempt.delivery for attempt in durable]
                     if self._leases.settle_within(self._runtime.database, settled):
                         given_up += settled
@@ -1092,7 +1096,7 @@ class Pipeline:
             tracing.tracer.settled(attempts)
         for attempt in attempts:
             handler = attempt.delivery.handler
-            if handler is not None and handler.observes:
+            if handler.observes:
                 # The state is committed; a hook cannot take it back.
                 facts = facts_of(attempt.delivery, attempt.number)
                 call = partial(handler.on_settled, attempt)
@@ -1172,7 +1176,7 @@ def _log_without_effect(what: str, attempt: Attempt) -> None:
     """
     is_late = attempt.reason is Reason.LEASE_LOST
     delivery, why = attempt.delivery, str(attempt.reason)
-    which = delivery.message.id if delivery.message else delivery.record.position
+    which = delivery.message.id or delivery.record.position
     line = f"{what} {which}: {_WHY_SKIPPED.get(attempt.reason, why)}"
     # What such a handler did outside the database has been done twice.
     level = logging.WARNING if is_late else logging.INFO
@@ -1181,10 +1185,9 @@ def _log_without_effect(what: str, attempt: Attempt) -> None:
 
 def result_of(attempt: Attempt) -> Any:
     """Return what the handler returned, as a waiter would get it."""
-    message = attempt.delivery.message
-    if attempt.result is None or message is None:
+    if attempt.result is None:
         return None
-    return load_result(attempt.result, serializer_for(message.content_type))
+    return load_result(attempt.result, serializer_for(attempt.delivery.message.content_type))
 
 
 _SIGNALS: dict[Ending | None, Signal] = {
@@ -1203,9 +1206,9 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
     with watching():
         for attempt in attempts:
             delivery, message, ending = attempt.delivery, attempt.delivery.message, attempt.ending
-            handler, number = message.type if message else "", {"attempt": attempt.number}
+            handler, number = message.type, {"attempt": attempt.number}
             facts: dict[str, Any] = {
-                "job_id": (message.job_id or message.id) if message else None,
+                "job_id": message.job_id or message.id or None,
                 "unique_id": attempt.row.unique_id if attempt.row else None,
                 "queue": delivery.queue.name,
                 "handler": handler,

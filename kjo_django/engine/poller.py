@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, level_of
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.attempt import Delivery, RefusedRecord, delivery_of
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import MessageError
@@ -270,33 +270,30 @@ class Poller:
         return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:
-        """Return the delivery of a record: its message and its handler, or why it cannot be read.
-        None: the record was meant for others, and is acknowledged."""
+        """Return the delivery of a record; None: it was meant for others, and is acknowledged."""
         queue, service = self._queue_of[record.topic], self._service
+        level = self.level or (level_of(record.priority) if record.priority else 0)
         max_bytes = self._settings.max_payload_bytes
         try:
             found = self._routes[queue.name].read(record, max_bytes=max_bytes)
         except MessageError as problem:
-            return Delivery(record, subscription, queue, service, None, None, problem)
+            return RefusedRecord(record, subscription, queue, service, problem, level=level)
         except Exception as error:
             # Raised, it would come again with the record, and nothing behind it would be read.
             logger.exception("A record of %s cannot be read", record.topic)
             why = f"It cannot be read: {type(error).__name__}: {error_text(error)}"
             unread = MessageError("invalid", why)
-            return Delivery(record, subscription, queue, service, None, None, unread)
+            return RefusedRecord(record, subscription, queue, service, unread, level=level)
         if found is None:
             self._on_skipped(queue)
             subscription.acknowledge([record])
             return None
-        message, handler = found
+        _, handler = found
         if handler is not None and handler.options.queue in self.queues:
             # Queues that share a topic: the handler tells them apart.
             candidate = self.queues[handler.options.queue]
             queue = candidate if record.topic in candidate.levels.values() else queue
-        delivery = Delivery(record, subscription, queue, service, message, handler)
-        if self.level or record.priority:
-            delivery.level = self.level or level_of(record.priority)
-        return delivery
+        return delivery_of(record, subscription, queue, service, found, level)
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Forget what waits of partitions that go to another consumer, and wait a moment for what

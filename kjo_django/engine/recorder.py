@@ -100,8 +100,7 @@ def record_completions(
 def _is_judged_by_row(attempt: Attempt) -> bool:
     """Return whether the row tells whether an attempt outside a transaction has been overtaken,
     though its marker is there already."""
-    handler = attempt.delivery.handler
-    return (handler is not None and handler.judges_itself) or is_awaited(attempt)
+    return attempt.delivery.handler.judges_itself or is_awaited(attempt)
 
 
 def end_lost(store: Store, lost: Sequence[Attempt]) -> None:

@@ -75,9 +75,9 @@ class Delivery(Starting, Protocol):
     """What is asked of a delivery of the engine's."""
 
     @property
-    def handler(self) -> Handler | None: ...
+    def handler(self) -> Handler: ...
     @property
-    def message(self) -> Message | None: ...
+    def message(self) -> Message: ...
     @property
     def record(self) -> Record: ...
     @property
@@ -180,8 +180,6 @@ class Limiter:
         found: dict[D, list[Limit]] = {}
         for delivery in deliveries:
             handler, message, queue = delivery.handler, delivery.message, delivery.queue
-            assert handler is not None
-            assert message is not None
             if is_limited(self._runtime, handler, queue):
                 limits = limits_of(
                     self._runtime, handler, queue, message.payload, message.content_type
@@ -200,7 +198,6 @@ class Limiter:
         return (
             state.asks_again
             and delivery.paused_since is None
-            and message is not None
             and message.job_id is not None
             and not _has_key(delivery)
             and delivery.deliveries == 1
@@ -609,7 +606,7 @@ class Limiter:
             if (state := delivery.limit_state) is None:
                 continue
             state.was_permitted, state.asks_again = delivery in found.limits, False
-            job_id = delivery.message.job_id if delivery.message is not None else None
+            job_id = delivery.message.job_id
             if job_id is not None and (state.is_released or job_id in placed):
                 starting.append(UUID(job_id))
         held.leave(runtime, starting)
@@ -755,6 +752,5 @@ class Limiter:
 
 def _has_key(delivery: Delivery) -> bool:
     """Return whether other jobs may have the same key. One without has its job's id, or none."""
-    message = delivery.message
-    own = message.job_id.encode() if message is not None and message.job_id is not None else None
-    return delivery.record.key not in {None, own}
+    job_id = delivery.message.job_id
+    return delivery.record.key not in {None, None if job_id is None else job_id.encode()}

@@ -232,7 +232,7 @@ class _StreamHandler(registry.Handler):
 
     def on_failure(self, attempt: Attempt) -> None:
         message = attempt.delivery.message
-        fields = loads_for_display(message.payload, message.content_type) if message else None
+        fields = loads_for_display(message.payload, message.content_type)
         if not isinstance(fields, dict) or isinstance(attempt.error, MessageError):
             return  # nobody knows whose task it was
         payload = self.parse(fields)

@@ -17,7 +17,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim
-from kjo_django.engine.attempt import Attempt, Delivery, Ending, delivery_of
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, RefusedRecord, read_delivery
 from kjo_django.engine.group import Pipeline, result_of, send_signals
 from kjo_django.engine.handler.call import call_step
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -25,7 +25,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
-from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
+from kjo_django.exceptions import JobFailedError, JobNotFoundError
 from kjo_django.logs import get_logger
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
@@ -153,10 +153,8 @@ def perform(
     else:
         row = unsaved_job(job, dict(*payload, **fields))
     delivery = _delivery_of(row)
-    if delivery.problem is not None:
+    if isinstance(delivery, RefusedRecord):
         raise delivery.problem
-    if delivery.handler is None:
-        raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
     watch = TimeoutWatch()
     one = Attempt(delivery, row=row_of(row), number=attempt, limit=row.max_attempts)
     try:
@@ -279,7 +277,7 @@ def _delivery_of(job: Job) -> Delivery:
         headers=dict(sent.headers),
         timestamp=timezone.now(),
     )
-    delivery = delivery_of(record, queue, current_runtime())
+    delivery = read_delivery(record, queue, current_runtime())
     if delivery is None:
         raise AssertionError(f"The route of queue {queue.name!r} does not take job {job.pk}")
     return delivery

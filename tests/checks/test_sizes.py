@@ -17,7 +17,7 @@ from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 262
-MOST_CLASSES = 518
+MOST_CLASSES = 519
 MOST_CORE_LINES = 26_400
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

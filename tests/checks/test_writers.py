@@ -26,7 +26,6 @@ WRITERS = {
     **dict.fromkeys(("is_orphan", "is_settled", "took"), PIPELINE),
     "was_joined": PIPELINE | {"engine/direct_steps.py"},
     "paused_since": {"engine/failures.py"},
-    "level": {"engine/poller.py"},
     "trace": {"contrib/opentelemetry/tracer.py"},
 }
 

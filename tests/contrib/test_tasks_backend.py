@@ -45,7 +45,7 @@ from kjo_django.transports.base import Record
 from kjo_django.worker.statistics import Statistics
 from tests.contrib.conftest import NAME
 from tests.ledger.models import Entry
-from tests.unit.deliveries import MEMORY, Bench, Silent
+from tests.unit.deliveries import MEMORY, NAMELESS, Bench, Silent
 
 pytestmark = pytest.mark.django_db
 Work = Callable[..., Bench]
@@ -356,7 +356,7 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
     for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):
         fitted = handler.fitted({TASK: path})
         queue = get_settings().queue("default")
-        delivery = Delivery(record, Silent(), queue, "tests", None, fitted)
+        delivery = Delivery(record, Silent(), queue, "tests", NAMELESS, fitted)
         statistics.add([Attempt(delivery, Ending.DEAD)])
     statistics.flush()
     # Then

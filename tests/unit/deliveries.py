@@ -25,6 +25,7 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.group_budget import GroupBudget
+from kjo_django.messages.headers import Message
 from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
@@ -67,6 +68,10 @@ class Impatience:
 
     def is_set(self) -> bool:
         return self.waits > 0
+
+
+NAMELESS = Message(id="", type="", payload=b"{}", content_type="")
+"""The message of a delivery whose message is not asked for anything."""
 
 
 class Bench:

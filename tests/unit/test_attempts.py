@@ -51,15 +51,16 @@ def delivery(*, deliveries: int = 1, is_foreign: bool = False, **told) -> Delive
                 names.ATTEMPT: facts["attempt"],
             }
         )
-    return Delivery(
+    made = Delivery(
         Record("ledger", 0, 0, None, b"{}", headers),
         Silent(),
         get_settings().queue("ledger"),
         "tests",
         read_message(b"{}", headers, max_bytes=100),
         registry.find("ledger.write"),
-        deliveries=deliveries,
     )
+    made.deliveries = deliveries
+    return made
 
 
 def row(**columns) -> JobRow:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Ending, RefusedRecord
 from kjo_django.engine.failures import (
     MAX_HEADER_MESSAGE,
     dead_letter_of,
@@ -49,7 +49,9 @@ def outcome(
         timestamp=datetime(2026, 1, 2, tzinfo=UTC),
     )
     message = read_message(record.value, record.headers, max_bytes=99) if headers is None else None
-    delivery = Delivery(record, Silent(), queue(), "tests", message, None)
+    delivery = RefusedRecord(
+        record, Silent(), queue(), "tests", MessageError("invalid", "no"), message
+    )
     return Attempt(delivery, Ending.DEAD, number=attempt, error=error, reason="exhausted")
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from kjo_django import job, registry
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.attempt import RefusedRecord
 from kjo_django.engine.poller import plan_fetch
 from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.exceptions import MessageError
 from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.outbox.relay import Relay
@@ -340,7 +341,8 @@ def test_a_key_of_large_values_counts_by_its_bytes():
     queue, subscription = get_settings().queue("default"), Silent()
     for number, (key, size) in enumerate([(b"k", 250), (b"k", 250), (b"other", 90)]):
         record = Record("a", 0, number, key, b"x" * size, {})
-        scheduler.put([Delivery(record, subscription, queue, "tests", None, None)])
+        unread = MessageError("invalid", "no")
+        scheduler.put([RefusedRecord(record, subscription, queue, "tests", unread)])
     # Then
     assert scheduler.load_of(subscription) == ({A0: 7}, 7, set())
     assert scheduler.keys_waiting(subscription, 6) == {("a", b"k")}

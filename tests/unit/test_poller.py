@@ -123,7 +123,7 @@ def test_a_readable_record_has_its_message_handler_and_queue(make):
     delivery = make().read(record(), Silent())
     assert (delivery.message.id, delivery.message.type) == ("1", "ledger.write")
     assert delivery.handler is registry.find("ledger.write")
-    assert (delivery.queue.name, delivery.problem, delivery.mode) == ("ledger", None, Mode.ATOMIC)
+    assert (delivery.queue.name, delivery.mode) == ("ledger", Mode.ATOMIC)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_readable_record_has_its_message_handler_and_queue(make):
 def test_an_unreadable_record_is_poison_and_no_error(make, bad, reason):
     delivery = make().read(bad, Silent())
     assert delivery.problem.reason == reason
-    assert (delivery.message, delivery.mode) == (None, Mode.POISON)
+    assert (delivery.message.id, delivery.lease, delivery.mode) == ("", "", Mode.POISON)
 
 
 class Hopeless(Exception):
@@ -169,6 +169,7 @@ def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, 
 def test_a_record_without_a_handler_is_poison_with_its_message_read(make):
     delivery = make().read(record(type="nobody.knows"), Silent())
     assert delivery.message.type == "nobody.knows"
+    assert delivery.problem.reason == "unknown_type"
     assert delivery.mode is Mode.POISON
 
 

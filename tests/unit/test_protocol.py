@@ -20,7 +20,7 @@ import pytest
 import kjo_django
 from kjo_django import DlqConfig
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Ending, RefusedRecord
 from kjo_django.engine.failures import record_for_topic
 from kjo_django.enqueue.storing import record_of
 from kjo_django.exceptions import MessageError, PermanentError
@@ -135,12 +135,13 @@ def write_dead_letter(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[
     set_now(patch, lambda: datetime.fromisoformat(given["now"]))
     record, runtime = read_from(given["record"]), current_runtime()
     problem: Exception = PermanentError(given["error"])
+    message, unread = None, MessageError("invalid", "no")
     try:
         message = read_message(record.value, record.headers, max_bytes=MAX_BYTES)
     except MessageError as error:
-        message, problem = None, error.with_traceback(None)
+        problem = unread = error.with_traceback(None)
     queue = get_settings().queue("emails")
-    delivery = Delivery(record, NoSubscription(), queue, "shop", message, None)
+    delivery = RefusedRecord(record, NoSubscription(), queue, "shop", unread, message)
     reason = DeadLetterReason(given["reason"])
     attempt = Attempt(delivery, Ending.DEAD, reason, number=given["attempts"], error=problem)
     return written(record_for_topic(runtime, attempt))

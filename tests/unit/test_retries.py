@@ -39,7 +39,7 @@ from kjo_django.retries import (
 )
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
-from tests.unit.deliveries import Silent
+from tests.unit.deliveries import NAMELESS, Silent
 
 TICK = timedelta(microseconds=1)
 durations = st.timedeltas(timedelta(milliseconds=1), timedelta(days=365))
@@ -293,7 +293,7 @@ def failed(
     handler = Handler(lambda: None, options or HandlerOptions("tests.fails"))
     queue = get_settings().queue("ledger")
     record = Record("ledger", 0, 0, None, b"", {})
-    delivery = Delivery(record, Silent(), queue, "tests", None, handler)
+    delivery = Delivery(record, Silent(), queue, "tests", NAMELESS, handler)
     outcome = Attempt(delivery, number=attempt, limit=max_attempts)
     return failures.judge_error(current_runtime(), outcome, ValueError("no"))
 
@@ -335,9 +335,9 @@ def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(set
     ask(backoff_base=600)
     handler = Handler(lambda: None, own)
     # Then
-    runtime = current_runtime()
-    assert failures.policy(runtime, None, "ledger").backoff.delay(1) == timedelta(minutes=10)
-    assert failures.policy(runtime, None, "other").backoff.delay(1) == timedelta(seconds=1)
+    runtime, plain = current_runtime(), Handler(lambda: None, HandlerOptions("tests.plain"))
+    assert failures.policy(runtime, plain, "ledger").backoff.delay(1) == timedelta(minutes=10)
+    assert failures.policy(runtime, plain, "other").backoff.delay(1) == timedelta(seconds=1)
     decision = failures.policy(runtime, handler, "ledger").decide(ValueError(), 1, 5)
     assert decision.delay == timedelta(seconds=7)
 

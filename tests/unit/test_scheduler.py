@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.attempt import Delivery, Mode, RefusedRecord
 from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler, QueueLimit
 from kjo_django.exceptions import MessageError
 from kjo_django.group_budget import GroupBudget
@@ -24,7 +24,7 @@ from kjo_django.limits.permits import LimitState
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.clocks import SetClock
-from tests.unit.deliveries import Silent
+from tests.unit.deliveries import NAMELESS, Silent
 from tests.waiting import PATIENCE, wait_until
 
 SUBSCRIPTION = Silent()
@@ -48,7 +48,7 @@ FAST, SLOW = handler("fast"), handler("slow")
 def delivery(
     key: str | None = None,
     *,
-    handler: Handler | None = FAST,
+    handler: Handler = FAST,
     queue: str = "q",
     partition: int = 0,
     problem: MessageError | None = None,
@@ -58,9 +58,9 @@ def delivery(
     offset = next(_offsets)
     record = Record(queue, partition, offset, key.encode() if key else None, b"{}", {})
     conf = get_settings().queue(queue)
-    made = Delivery(record, subscription, conf, "tests", None, handler, problem)
-    made.level = level
-    return made
+    if problem is not None:
+        return RefusedRecord(record, subscription, conf, "tests", problem, level=level)
+    return Delivery(record, subscription, conf, "tests", NAMELESS, handler, level)
 
 
 def lanes_of(
@@ -123,7 +123,7 @@ def test_a_record_without_a_key_that_is_handed_out_again_waits_until_its_first_h
     lanes = lanes_of(2, size=1)
     first = delivery(None)
     record = replace(first.record, epoch=2)
-    again = Delivery(record, Silent(), first.queue, "tests", None, FAST)
+    again = Delivery(record, Silent(), first.queue, "tests", NAMELESS, FAST)
     lanes.put([first])
     group = take(lanes)
     # When
@@ -214,7 +214,7 @@ def test_a_group_is_of_one_mode():
         delivery("a", handler=handler("plain", mode=Mode.PLAIN)),
         delivery("a", handler=handler("async", mode=Mode.CONCURRENT)),
         delivery("a", problem=poison),
-        delivery("a", handler=None),
+        delivery("a", problem=poison),
     ]
     lanes = lanes_of(1)
     lanes.put(kinds)

@@ -16,6 +16,7 @@ from kjo_django.engine.handler.call import recording
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.runtime import current_runtime
 from kjo_django.store import store_for
 from kjo_django.store.rows import row_of
@@ -228,7 +229,8 @@ def test_the_policy_is_that_of_the_settings(settings):
         "ERROR_RECOVERY_DELAYS": {"network": 11},
         "PAUSABLE_ERRORS": ["builtins.KeyError", "KeyError"],
     }
-    policy = failures.policy(current_runtime(), None, "ledger")
+    plain = Handler(lambda: None, HandlerOptions("tests.plain"))
+    policy = failures.policy(current_runtime(), plain, "ledger")
     assert policy.decide(ValueError(), 1, 5).delay == timedelta(seconds=7)
     assert policy.decide(ValueError(), 4, 5).delay == timedelta(seconds=9)
     assert policy.decide(ConnectionError(), 1, 5).delay == timedelta(seconds=11)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, RefusedRecord
+from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.operations.monitoring import metrics
@@ -28,7 +29,7 @@ from kjo_django.transports.base import Record
 from kjo_django.worker import statistics as module
 from kjo_django.worker.statistics import OutageLog, RollupMerger, Statistics
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Silent
+from tests.unit.deliveries import NAMELESS, Silent
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.django_db
@@ -37,7 +38,12 @@ pytestmark = pytest.mark.django_db
 def outcome(result: Ending = Ending.COMPLETED, *, handler="ledger.write", waited=None, **facts):
     record = Record("ledger", 0, 0, None, b"{}", {})
     queue = get_settings().queue("ledger")
-    delivery = Delivery(record, Silent(), queue, "tests", None, find(handler) if handler else None)
+    delivery: Delivery
+    if handler:
+        delivery = Delivery(record, Silent(), queue, "tests", NAMELESS, find(handler))
+    else:
+        unread = MessageError("invalid", "no")
+        delivery = RefusedRecord(record, Silent(), queue, "tests", unread)
     job = None
     if waited is not None:
         facts["started_at"] = timezone.now()

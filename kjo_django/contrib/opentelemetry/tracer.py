@@ -508,7 +508,7 @@ def of_delivery(delivery: Delivery) -> Attributes:
     if record.partition >= 0:  # else it comes from no topic: an operator runs it again
         told[PARTITION] = str(record.partition)
         told[KAFKA_OFFSET if system == "kafka" else OFFSET] = record.offset
-    ids = {} if message is None else {MESSAGE_ID: message.id, JOB_ID: message.job_id}
+    ids = {MESSAGE_ID: message.id, JOB_ID: message.job_id}
     told.update({name: id for name, id in ids.items() if id and _OPAQUE.fullmatch(id)})
     return told
 

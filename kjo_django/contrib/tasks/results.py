@@ -330,7 +330,6 @@ def _row_after(attempt: Attempt) -> Job:
     """Return the job's row as the attempt left it; a completed one without a query."""
     row, message = attempt.row, attempt.delivery.message
     assert row is not None
-    assert message is not None
     if attempt.ending is not Ending.COMPLETED:
         return Job.objects.using(jobs_database()).get(pk=row.id)
     after = {

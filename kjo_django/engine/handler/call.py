@@ -251,7 +251,6 @@ def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, 
     """Return the handler of a call, the attempts that are about to run, and the call's context,
     None where none of them is. An attempt whose payload cannot be read has failed instead."""
     handler, queue = step[0].delivery.handler, step[0].delivery.queue
-    assert handler is not None
     is_batch = handler.options.batch is not None
     kind: type[JobContext] = BatchItem if is_batch else JobContext
     # Reading headers takes its time, and mostly nobody is going to see them.
@@ -262,7 +261,6 @@ def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, 
     runs: list[tuple[Attempt, JobContext]] = []
     for attempt in step:
         delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
-        assert message is not None
         headers = delivery.record.headers
         unique_id = row.unique_id if row is not None else None
         if original := headers.get(names.UNIQUE_ID):
@@ -332,7 +330,6 @@ def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> Non
             attempt.step.end_run()
         if result is None or attempt.error is not None:
             continue
-        assert attempt.delivery.message is not None
         # A result travels as its payload does: whoever reads the row knows how to read both.
         payloads = serializer_for(attempt.delivery.message.content_type)
         try:

@@ -227,13 +227,12 @@ def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
     """Return what a log record that concerns a delivery says in its ``extra``; never a payload."""
     message, record = delivery.message, delivery.record
     topic, partition, offset = record.place
-    handler = delivery.kind or (message.type if message is not None else "")
     return {
-        "job_id": (message.job_id or message.id) if message is not None else "",
-        "handler": handler or names.text(record.headers, names.TYPE),
+        "job_id": message.job_id or message.id,
+        "handler": message.type or names.text(record.headers, names.TYPE),
         "queue": delivery.queue.name,
         "attempt": attempt,
-        "message_id": message.id if message is not None else "",
+        "message_id": message.id,
         "topic": topic,
         "partition": partition,
         "offset": offset,

@@ -95,8 +95,7 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
     known = runtime.store.known_markers([job.delivery.key for job in unheld])
     _, rows = load_rows(runtime, [job.delivery for job in unheld])
     for job in unheld:
-        row, handler = rows.get(job.delivery), job.delivery.handler
-        judges_itself = handler is not None and handler.judges_itself
+        row, judges_itself = rows.get(job.delivery), job.delivery.handler.judges_itself
         if (job.delivery.key in known and not judges_itself) or (
             row is not None and row.lease_token != token
         ):

@@ -474,7 +474,7 @@ class ItemHandler(Handler):
     def on_failure(self, attempt: Attempt) -> None:
         """Mark the item as failed once no attempt is left."""
         message = attempt.delivery.message
-        if attempt.ending is not Ending.DEAD or message is None:
+        if attempt.ending is not Ending.DEAD:
             return
         if attempt.row is not None:
             _free_identity(attempt.row.id)
@@ -489,8 +489,6 @@ class ItemHandler(Handler):
     def on_settled(self, attempt: Attempt) -> None:
         """Call the hooks, after the commit."""
         message = attempt.delivery.message
-        if message is None:
-            return
         if attempt.ending is Ending.COMPLETED:
             was_before = message.id in self._completed_before
             self._completed_before.discard(message.id)
