@@ -171,27 +171,21 @@ class RefusedRecord(Delivery):
         self.problem = problem
 
 
-def delivery_of(
+def unhandled(
     record: Record,
     subscription: Subscription,
     queue: QueueConf,
     service: str,
-    found: tuple[Message, Handler | None],
+    message: Message,
     level: int = 0,
-) -> Delivery:
-    """Return the delivery of a record, given what its route has read.
-
-    :param level: its level of priority.
-    """
-    message, handler = found
-    if handler is not None:
-        return Delivery(record, subscription, queue, service, message, handler, level)
+) -> RefusedRecord:
+    """Return the delivery of a message for which no handler is registered."""
     why = f"No handler is registered for {message.type!r}"
     unknown = MessageError(DeadLetterReason.UNKNOWN_TYPE, why)
     return RefusedRecord(record, subscription, queue, service, unknown, message, level)
 
 
-def read_delivery(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:
+def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:
     """Return the delivery of a record that no subscription has handed out; None if it is meant for
     others."""
     subscription, service = NoSubscription(), runtime.service
@@ -199,7 +193,12 @@ def read_delivery(record: Record, queue: QueueConf, runtime: Runtime) -> Deliver
         found = route_of(queue.name).read(record, max_bytes=runtime.settings.max_payload_bytes)
     except MessageError as problem:
         return RefusedRecord(record, subscription, queue, service, problem)
-    return found and delivery_of(record, subscription, queue, service, found)
+    if found is None:
+        return None
+    message, handler = found
+    if handler is None:
+        return unhandled(record, subscription, queue, service, message)
+    return Delivery(record, subscription, queue, service, message, handler)
 
 
 class Ending(enum.Enum):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, level_of
-from kjo_django.engine.attempt import Delivery, RefusedRecord, delivery_of
+from kjo_django.engine.attempt import Delivery, RefusedRecord, unhandled
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import MessageError
@@ -288,12 +288,14 @@ class Poller:
             self._on_skipped(queue)
             subscription.acknowledge([record])
             return None
-        _, handler = found
-        if handler is not None and handler.options.queue in self.queues:
+        message, handler = found
+        if handler is None:
+            return unhandled(record, subscription, queue, service, message, level)
+        if handler.options.queue in self.queues:
             # Queues that share a topic: the handler tells them apart.
             candidate = self.queues[handler.options.queue]
             queue = candidate if record.topic in candidate.levels.values() else queue
-        return delivery_of(record, subscription, queue, service, found, level)
+        return Delivery(record, subscription, queue, service, message, handler, level)
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Forget what waits of partitions that go to another consumer, and wait a moment for what

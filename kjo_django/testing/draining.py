@@ -17,7 +17,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim
-from kjo_django.engine.attempt import Attempt, Delivery, Ending, RefusedRecord, read_delivery
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, RefusedRecord, delivery_of
 from kjo_django.engine.group import Pipeline, result_of, send_signals
 from kjo_django.engine.handler.call import call_step
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -277,7 +277,7 @@ def _delivery_of(job: Job) -> Delivery:
         headers=dict(sent.headers),
         timestamp=timezone.now(),
     )
-    delivery = read_delivery(record, queue, current_runtime())
+    delivery = delivery_of(record, queue, current_runtime())
     if delivery is None:
         raise AssertionError(f"The route of queue {queue.name!r} does not take job {job.pk}")
     return delivery

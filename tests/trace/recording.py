@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 
 import kjo_django
 
+Calls = Sequence[Sequence[CodeType]]
+"""The functions that each thread has called, in order."""
 PACKAGE = str(Path(kjo_django.__file__).parent)
 
 
@@ -64,15 +66,12 @@ class Recorder:
         finally:
             self.is_on = False
 
-    def walk(self) -> Walk:
-        """Return what the last recording counted."""
-        codes = {code for calls in self._calls.values() for code in calls}
-        return Walk(
-            files=len({code.co_filename for code in codes}),
-            functions=len(codes),
-            calls=sum(len(calls) for calls in self._calls.values()),
-            changes=sum(_changes(calls) for calls in self._calls.values()),
-        )
+    def calls(self, but: int | None) -> Calls:
+        """Return what the last recording has seen.
+
+        :param but: the thread whose calls do not count.
+        """
+        return [calls for thread, calls in self._calls.items() if thread != but]
 
     def by_file(self) -> dict[str, int]:
         """Return the calls of each file in the last recording, most first."""
@@ -90,6 +89,19 @@ class Recorder:
                 self._calls.setdefault(threading.get_ident(), []).append(code)
 
 
-def _changes(calls: list[CodeType]) -> int:
+def walk_of(rounds: Sequence[Calls]) -> Walk:
+    """Return what each of several recordings of the same has called. What only some of them have
+    called was called by a loop that was idle, or by one that the machine has held up."""
+    codes = set.intersection(*({code for calls in each for code in calls} for each in rounds))
+    kept = [[[c for c in calls if c in codes] for calls in each] for each in rounds]
+    return Walk(
+        files=len({code.co_filename for code in codes}),
+        functions=len(codes),
+        calls=min(sum(map(len, each)) for each in kept),
+        changes=min(sum(map(_changes, each)) for each in kept),
+    )
+
+
+def _changes(calls: Sequence[CodeType]) -> int:
     files = [code.co_filename for code in calls]
     return sum(before != after for before, after in itertools.pairwise(files))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import django
 
-from tests.trace.recording import Recorder, Walk
+from tests.trace.recording import Calls, Recorder, Walk, walk_of
 
 QUEUE = "trace"
 ROUNDS = 12
-"""Of each scenario; the smallest walk counts, which no idle loop has had a part in."""
+"""Of each scenario; what all of them have called counts."""
 LIMIT = 60.0
 """Seconds until a job must have ended."""
 AFTERWARDS = 0.1
@@ -43,24 +43,24 @@ def measure() -> dict[str, Walk]:
         def replay() -> object:
             return dead_letters.replay(dead_letters.DeadLetterFilter(), actor="trace")
 
-        walks: dict[str, list[Walk]] = {"completed": [], "failed": [], "replayed": []}
-        with _worker() as (recorder, ends):
+        rounds: dict[str, list[Calls]] = {"completed": [], "failed": [], "replayed": []}
+        with _worker() as (recorder, ends, watching):
+
+            def record(act: Callable[[], object]) -> Calls:
+                with recorder.recording():
+                    act()
+                    if not ends.acquire(timeout=LIMIT):
+                        raise TimeoutError(f"The job did not end within {LIMIT:.0f} s.")
+                    time.sleep(AFTERWARDS)  # sleep: what is done after the end is part of it
+                return recorder.calls(but=watching)
+
             for _ in range(ROUNDS):
-                walks["completed"].append(_walk(recorder, ends, completes.enqueue))
+                rounds["completed"].append(record(completes.enqueue))
                 fails.set()
-                walks["failed"].append(_walk(recorder, ends, fails_once.enqueue))
+                rounds["failed"].append(record(fails_once.enqueue))
                 fails.clear()
-                walks["replayed"].append(_walk(recorder, ends, replay))
-    return {name: min(found, key=lambda walk: walk.calls) for name, found in walks.items()}
-
-
-def _walk(recorder: Recorder, ends: threading.Semaphore, act: Callable[[], object]) -> Walk:
-    with recorder.recording():
-        act()
-        if not ends.acquire(timeout=LIMIT):
-            raise TimeoutError(f"The job did not end within {LIMIT:.0f} s.")
-        time.sleep(AFTERWARDS)  # sleep: what is done after the end is part of the walk
-    return recorder.walk()
+                rounds["replayed"].append(record(replay))
+    return {name: walk_of(found) for name, found in rounds.items()}
 
 
 @contextmanager
@@ -76,7 +76,9 @@ def _project() -> Iterator[None]:
 
 
 @contextmanager
-def _worker() -> Iterator[tuple[Recorder, threading.Semaphore]]:
+def _worker() -> Iterator[tuple[Recorder, threading.Semaphore, int | None]]:
+    """Run a worker; yield what records it, what each end releases, and the thread that only looks
+    whether the others live: the slower the machine, the more of its rounds are within a job's."""
     from kjo_django import signals
     from kjo_django.worker import Worker
 
@@ -93,7 +95,7 @@ def _worker() -> Iterator[tuple[Recorder, threading.Semaphore]]:
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        yield recorder, ends
+        yield recorder, ends, thread.ident
     finally:
         worker.stop()
         thread.join(LIMIT)
