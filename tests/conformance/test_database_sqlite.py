@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from kjo_django.clock import CLOCK
 from kjo_django.testing.conformance import TransportConformance
 from kjo_django.transports.base import OutgoingRecord, Subscription
-from kjo_django.transports.database import DatabaseTransport, subscription
+from kjo_django.transports.database import DatabaseTransport, plans
 from kjo_django.transports.database.subscription import CommitWatcher
 from tests.conformance.databases import SQLITE
 
@@ -76,7 +76,7 @@ class TestSqlite(DatabaseConformance):
         subscription.close()
 
     def _subscription_that_seldom_looks(self, monkeypatch: pytest.MonkeyPatch) -> Subscription:
-        monkeypatch.setattr(subscription, "SHORTEST_WAIT", 60.0)
+        monkeypatch.setattr(plans, "SHORTEST_WAIT", 60.0)
         transport = DatabaseTransport("test", {"DATABASE": self.alias, "POLL_INTERVAL": 60})
         return transport.subscribe(["orders"], "shop")
 

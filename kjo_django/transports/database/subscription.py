@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
 from django.db.models import Case, Count, Q, QuerySet, Value, When
@@ -37,6 +36,7 @@ from kjo_django.transports.base import (
     TopicKey,
     TopicPartition,
 )
+from kjo_django.transports.database.plans import ClaimOrder, LookPlan
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
 
@@ -45,31 +45,31 @@ logger = get_logger("kjo_django.transports.database")
 OUTAGES = (OperationalError, InterfaceError, InternalError)
 """What a database raises when it is away, restarting, locked, when it broke a deadlock, or refuses
 to write since another server has taken its place."""
-SHORTEST_WAIT = 0.005
-"""Seconds until the table is looked at again after activity; each wait is twice the one before."""
-WAIT_TO_BE_WOKEN = 0.1
-"""Seconds until the table is looked at again after a claim on a publisher's wake-up: the next
-publisher wakes this consumer, too, and nobody does for a row whose time has come."""
-CLOSE_TOGETHER = 0.025
-"""Seconds between two claims of a stream of jobs."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 """Seconds between two looks at SQLite's counter. The look is a few microseconds, waking up for it a
 hundred: an idle worker does that ten times a second."""
-_AFTER_OUTAGE = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=0.5)
 _BETWEEN_WRITES = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=500), jitter=0.5)
 _MOST_WRITES = 5
 _HOUSEKEEPING = 2.0
-_MOST_LOCK_ERRORS = 2
-"""Lock errors in a row that are not reported: each has waited for SQLite's own timeout."""
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
-_COLUMNS = ("id", "topic", "key", "small_value", "headers", "published_at", "rank", "size")
-_RANK = _COLUMNS.index("rank")
-FAIR_EVERY, SELDOM_FAIR_EVERY = 4, 16
-"""Of so many claims of a backlog one begins with the next lower priority there is, so that none
-starves; the second number holds while no lower one is found."""
 URGENT_INTERVAL = 0.2
 """Seconds between looks for records that are more urgent than what a consumer is full of."""
+
+
+class _Row(NamedTuple):
+    """What a claim reads of a row."""
+
+    id: int
+    topic: str
+    key: bytes | None
+    small_value: bytes | None
+    """None: it is not small, or there is none."""
+    headers: Any
+    published_at: datetime
+    rank: int
+    size: int | None
+    """Bytes of the value; None: there is none."""
 
 
 class Collision(Exception):
@@ -105,29 +105,16 @@ class DatabaseSubscription(LeasedSubscription):
         self._alias = alias
         self.joins_transactions = joins_transactions
         self._lease = lease
-        self._poll_interval = poll_interval
         self._token = uuid.uuid4().hex
         self._on_registered = on_registered
-        self._next_wait = SHORTEST_WAIT
-        self._outage_count = 0
-        self._retry_at = 0.0
+        locks_rows = connections[alias].features.has_select_for_update
+        self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
+        self._order = ClaimOrder()
         self._commits = CommitWatcher(alias, clock)
         self._skipped: dict[str, set[int]] = {}
         self._most: Mapping[str, int] = {}
         """Most records of a claim, by topic."""
-        self._claim_count = 0
-        self._fair: dict[str, tuple[int, int]] = {}
-        """Of topics with a backlog: the claim that next begins with a lower priority, and after
-        which rank."""
         self._urgent_at = 0.0
-        self._may_have_more = True
-        """Whether something may be due: then it is claimed without being looked for first."""
-        self._claimed_at = 0.0
-        self._is_woken = False
-        """Whether a publisher's wake-up is why it claims next."""
-        self._has_all = False
-        """Whether the last claim, on a wake-up, took all there was: then it waits before it looks
-        again."""
         self._may_have_strays = False
         """Whether there may be rows of this consumer that were never handed out, since the answer
         to the commit of their claim was lost."""
@@ -139,26 +126,17 @@ class DatabaseSubscription(LeasedSubscription):
 
     def _wait(self, longest: float) -> bool:
         """Wait to be woken, for a commit, or until the next look; return whether it was woken."""
-        # Jittered, so that consumers do not look all at once.
-        seconds = self._next_wait * random.uniform(0.75, 1.0)  # noqa: S311
-        self._next_wait = min(self._poll_interval, self._next_wait * 2)
-        self._has_all = False
-        outage = self._retry_at - self._clock.monotonic()
+        seconds = self._plan.next_wait(longest)
         try:
-            if outage > 0:
-                is_woken = self._clock.wait(self._woken, min(max(seconds, outage), longest))
+            if self._plan.is_put_off:
+                is_woken = self._clock.wait(self._woken, seconds)
             else:
-                is_woken = self._commits.wait(self._woken, min(seconds, longest))
+                is_woken = self._commits.wait(self._woken, seconds)
         except OUTAGES as error:
             self._note_outage(error)
             return False
         if is_woken:
-            self._next_wait = SHORTEST_WAIT
-            locks_rows = connections[self._alias].features.has_select_for_update
-            if locks_rows and self._clock.monotonic() - self._claimed_at > CLOSE_TOGETHER:
-                # Else it looks first: what is published meanwhile is claimed along, and nobody else
-                # waits for SQLite's one writer in vain.
-                self._may_have_more = self._is_woken = True
+            self._plan.note_wake_up()
         return is_woken
 
     def _attempt(self, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
@@ -168,14 +146,14 @@ class DatabaseSubscription(LeasedSubscription):
         somebody has committed: an idle consumer writes nothing. A database that is away or locked
         makes the next look come later, see ``last_error``.
         """
-        if self._clock.monotonic() < self._retry_at:
+        if self._plan.is_put_off:
             return []
         try:
             leave_retired(self._alias)
             self._housekeep()
             self._free_strays()
             if deadline <= self._clock.monotonic():
-                self._has_all = False  # whoever will not wait asks what is there now
+                self._plan.ask_now()
             self._write_settled()
             if (now := self._clock.monotonic()) >= self._renew_at:
                 if self._held:
@@ -186,9 +164,10 @@ class DatabaseSubscription(LeasedSubscription):
             self._note_outage(error)
             return []
         except Collision:
-            self._next_wait = SHORTEST_WAIT
+            self._plan.note_collision()
             return []
-        self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
+        self._plan.note_answer()
+        self.last_error = None
         return self._new(claimed)
 
     def _renew(self) -> None:
@@ -216,7 +195,7 @@ class DatabaseSubscription(LeasedSubscription):
         self, above: Mapping[str, int], max_records: int, max_bytes: int = ANY_SIZE
     ) -> list[Record]:
         """Claim rows of a higher priority, where there are any."""
-        if self._is_closed or self._clock.monotonic() < max(self._urgent_at, self._retry_at):
+        if self._is_closed or self._plan.is_put_off or self._clock.monotonic() < self._urgent_at:
             return []
         self._urgent_at = self._clock.monotonic() + URGENT_INTERVAL
         now = self._clock.now()
@@ -234,18 +213,13 @@ class DatabaseSubscription(LeasedSubscription):
         return []
 
     def _note_outage(self, error: Exception) -> None:
-        self._outage_count += 1
-        delay = _AFTER_OUTAGE.delay(self._outage_count)
-        self._retry_at = self._clock.monotonic() + delay.total_seconds()
-        if any(text in str(error) for text in _LOCKED):
-            # SQLite: some other process writes just now, and what was to be looked at is there
-            # still: come back soon.
-            self._next_wait = SHORTEST_WAIT
-            if self._outage_count <= _MOST_LOCK_ERRORS:
-                return
-        else:
+        is_locked = any(text in str(error) for text in _LOCKED)
+        is_news = self._plan.note_refusal(is_locked=is_locked)
+        if not is_locked:
             self._may_have_strays = True
             mend_connection(self._alias)
+        elif not is_news:
+            return
         if self.last_error is None:
             logger.warning("Database %r cannot be polled, trying again: %s", self._alias, error)
         self.last_error = str(error)
@@ -266,9 +240,8 @@ class DatabaseSubscription(LeasedSubscription):
         if limit <= 0:
             return []
         due = list(below or ()) or self._due_topics()
-        is_woken, self._is_woken = self._is_woken, False
         if not due:
-            self._may_have_more = False
+            self._plan.note_nothing_due()
             return []
         # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
         # for the server's disk.
@@ -277,40 +250,52 @@ class DatabaseSubscription(LeasedSubscription):
             # Not before the locks: waiting for them takes time.
             now = self._clock.now()
             small = max_bytes // limit
-            rows = self._choose(topics, limit, max_bytes, small, now, below)
-            times = (now + self._lease, now)
-            moments = map(connections[self._alias].ops.adapt_datetimefield_value, times)
-            taken = _change(self._alias, _TAKE, [self._token, *moments], [row[0] for row in rows])
-            # All or none. An owner whose lease had run out may renew or settle at this very moment:
-            # taking what is left would let a row overtake an earlier one of its key.
-            if taken != len(rows):
-                raise Collision
-            large = self._values_of(id for id, *_, size in rows if (size or 0) > small)
-        size = sum(row[-1] or 0 for row in rows)
-        self._claimed_at = self._clock.monotonic()
-        if below is None:
-            counts = Counter(topic for _, topic, *_ in rows)
-            is_limited = any(0 < most <= counts[topic] for topic, most in self._most.items())
-            self._may_have_more = len(rows) >= limit or size >= max_bytes or is_limited
-        if rows or len(topics) < len(due):
-            # Something happens here, or another consumer claims just now: come back soon.
-            self._next_wait = SHORTEST_WAIT
-        if is_woken and len(topics) == len(due) and not self._may_have_more:
-            self._next_wait, self._has_all = min(WAIT_TO_BE_WOKEN, self._poll_interval), True
-        return [
-            Record(
-                topic=topic,
-                partition=0,
-                offset=id,
-                key=None if key is None else bytes(key),
-                value=None if size is None else large[id] if size > small else bytes(value),
-                headers=from_json(headers),
-                timestamp=published_at,
-                token=(self._token, id),
-                priority=-rank,
-            )
-            for id, topic, key, value, headers, published_at, rank, size in rows
-        ]
+            rows = self._choose(topics, limit, max_bytes, now, below)
+            self._take(rows, now)
+            large = self._values_of(row.id for row in rows if (row.size or 0) > small)
+        if below is not None:
+            self._plan.note_urgent_claim(has_rows=bool(rows))
+        else:
+            is_full = self._is_full(rows, limit, max_bytes)
+            has_others = len(topics) < len(due)
+            self._plan.note_claim(has_rows=bool(rows), is_full=is_full, has_others=has_others)
+        return [self._record_of(row, large) for row in rows]
+
+    def _take(self, rows: Sequence[_Row], now: datetime) -> None:
+        """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
+        this very moment, and taking what is left would let a row overtake an earlier one of its
+        key."""
+        moments = map(
+            connections[self._alias].ops.adapt_datetimefield_value, (now + self._lease, now)
+        )
+        ids = [row.id for row in rows]
+        if _change(self._alias, _TAKE, [self._token, *moments], ids) != len(rows):
+            raise Collision
+
+    def _is_full(self, rows: Sequence[_Row], limit: int, max_bytes: int) -> bool:
+        """Return whether a claim has taken as much as it may, of all topics or of one of them."""
+        counts = Counter(row.topic for row in rows)
+        return (
+            len(rows) >= limit
+            or sum(row.size or 0 for row in rows) >= max_bytes
+            or any(0 < most <= counts[topic] for topic, most in self._most.items())
+        )
+
+    def _record_of(self, row: _Row, large: Mapping[int, bytes]) -> Record:
+        value = None
+        if row.size is not None:
+            value = large[row.id] if row.id in large else bytes(row.small_value or b"")
+        return Record(
+            topic=row.topic,
+            partition=0,
+            offset=row.id,
+            key=None if row.key is None else bytes(row.key),
+            value=value,
+            headers=from_json(row.headers),
+            timestamp=row.published_at,
+            token=(self._token, row.id),
+            priority=-row.rank,
+        )
 
     def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
         """Return the values of rows that were leased just now."""
@@ -323,9 +308,9 @@ class DatabaseSubscription(LeasedSubscription):
     def _due_topics(self) -> list[str]:
         """Return the topics with something to claim, without taking a lock."""
         topics = self._wanted_topics()
-        if self._may_have_more or not topics:
+        if self._plan.may_have_more or not topics:
             return topics
-        if self._has_all:
+        if self._plan.has_all:
             return []
         started = self._clock.monotonic()
         now = self._clock.now()
@@ -335,9 +320,7 @@ class DatabaseSubscription(LeasedSubscription):
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
         is_waiting = waiting.exists()
         due = [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
-        # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
-        looked_for = self._clock.monotonic() - started
-        self._next_wait = max(self._next_wait, 9 * looked_for)
+        self._plan.note_look(self._clock.monotonic() - started)
         return due
 
     def _lock_topics(self, topics: list[str]) -> list[str]:
@@ -365,79 +348,72 @@ class DatabaseSubscription(LeasedSubscription):
         topics: list[str],
         limit: int,
         max_bytes: int,
-        small: int,
         now: datetime,
         below: Mapping[str, int] | None,
-    ) -> list[tuple[Any, ...]]:
+    ) -> list[_Row]:
         """Return the first due rows, giving each topic its share and what is left to who has more.
+        The values of an even share come along with their rows.
 
-        Each claim begins with the topic after the one the claim before began with. Of a backlog,
-        one claim of a few begins with a lower priority.
-
-        :param small: the longest value that comes along with its row, in bytes.
         :param below: only rows of a lower rank than this, by topic.
         """
-        self._claim_count += 1
-        start = self._claim_count % max(1, len(topics))
-        waiting = topics[start:] + topics[:start]
-        last: dict[str, Q] = {}
-        chosen: list[tuple[Any, ...]] = []
-        read = Case(When(size__lte=small, then="value"))
-        left = {} if below else dict(self._most)
+        waiting = self._order.next(topics)
+        left = {**dict.fromkeys(topics, limit), **({} if below else self._most)}
+        last: dict[str, _Row] = {}
+        chosen: list[_Row] = []
+        small = max_bytes // limit
         while waiting and len(chosen) < limit and max_bytes > 0:
             topic = waiting.pop(0)
             share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
-            share = min(share, left.get(topic, share))
+            share = min(share, left[topic])
             if share <= 0:
                 continue
-            due = self._due_rows(topic, now)
-            if topic in last:
-                due = due.filter(last[topic])
-            if below is not None:
-                due = due.filter(rank__lt=below[topic])
-            sized = due.annotate(size=Length("value")).annotate(small_value=read)
-            columns = sized.values_list(*_COLUMNS)
-            is_whole = topic not in last and below is None
-            begin = self._fair_begin(topic) if is_whole else None
-            rows = list((columns if begin is None else columns.filter(rank__gt=begin))[:share])
-            has_lower = begin is not None and bool(rows)
-            if begin is not None and len(rows) < share:
-                rows += columns.filter(rank__lte=begin)[: share - len(rows)]
-            if is_whole:
-                self._note_backlog(topic, rows, len(rows) == share, begin, has_lower)
-            allowed = count_within((row[-1] or 0 for row in rows), max_bytes)
-            chosen.extend(rows[:allowed])
-            if topic in left:
-                left[topic] -= allowed
-            max_bytes -= sum(row[-1] or 0 for row in rows[:allowed])
-            if len(rows) == share and begin is None:
-                rank = rows[-1][_RANK]
-                last[topic] = Q(rank__gt=rank) | Q(rank=rank, id__gt=rows[-1][0])
+            due = _sized(self._due_rows(topic, now), small)
+            rows, is_ordered = self._rows_of(topic, due, share, last.get(topic), below)
+            allowed = rows[: count_within((row.size or 0 for row in rows), max_bytes)]
+            chosen.extend(allowed)
+            left[topic] -= len(allowed)
+            max_bytes -= sum(row.size or 0 for row in allowed)
+            if len(rows) == share and is_ordered:
+                last[topic] = rows[-1]
                 waiting.append(topic)
         return chosen
 
-    def _fair_begin(self, topic: str) -> int | None:
-        """Return the rank after which this claim of a topic begins, so that no lower priority
-        starves; None for the usual order."""
-        due_at, rank = self._fair.get(topic, (math.inf, 0))
-        return rank if due_at <= self._claim_count else None
-
-    def _note_backlog(
+    def _rows_of(
         self,
         topic: str,
-        rows: Sequence[tuple[Any, ...]],
-        is_full: bool,
-        begin: int | None,
-        has_lower: bool,
-    ) -> None:
-        """Decide when a claim of a topic next begins with a lower priority, and with which."""
-        if not is_full:
-            self._fair.pop(topic, None)
-        elif begin is not None:
-            pause = FAIR_EVERY if has_lower else SELDOM_FAIR_EVERY
-            self._fair[topic] = self._claim_count + pause, rows[-1][_RANK]
+        due: QuerySet[Any, Any],
+        share: int,
+        last: _Row | None,
+        below: Mapping[str, int] | None,
+    ) -> tuple[list[_Row], bool]:
+        """Return the next rows of a topic, and whether they are in their usual order.
+
+        :param last: the row that this claim has read before; None: these are its first.
+        """
+        if below is not None:
+            due = due.filter(rank__lt=below[topic])
+        if last is not None:
+            due = due.filter(_after(last))
+        if last is None and below is None:
+            return self._first_rows(topic, due, share)
+        return _rows(due[:share]), True
+
+    def _first_rows(
+        self, topic: str, due: QuerySet[Any, Any], share: int
+    ) -> tuple[list[_Row], bool]:
+        """Return the rows that a claim takes first of a topic, and whether they are in their usual
+        order: it may begin with a lower priority."""
+        before = self._order.rank_before(topic)
+        if before is None:
+            rows, has_lower = _rows(due[:share]), False
         else:
-            self._fair.setdefault(topic, (self._claim_count + FAIR_EVERY, rows[-1][_RANK]))
+            rows = _rows(due.filter(rank__gt=before)[:share])
+            has_lower = bool(rows)
+            if len(rows) < share:
+                rows += _rows(due.filter(rank__lte=before)[: share - len(rows)])
+        backlog = rows[-1].rank if len(rows) == share else None
+        self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
+        return rows, before is None
 
     def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
         """Return the rows this consumer may claim now, in order: of the highest priority first.
@@ -555,7 +531,7 @@ class DatabaseSubscription(LeasedSubscription):
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Claim from these topics again, at the next poll."""
         super().resume(partitions)
-        self._may_have_more = True
+        self._plan.expect_more()
 
     def skip_keys(self, keys: Collection[TopicKey]) -> None:
         """Claim no row of these keys; what is held of them stays held."""
@@ -564,7 +540,7 @@ class DatabaseSubscription(LeasedSubscription):
             skipped.setdefault(topic, set()).add(key_hash(key))
         for topic, hashes in self._skipped.items():
             if hashes - skipped.get(topic, set()):
-                self._may_have_more = True
+                self._plan.expect_more()
         self._skipped = skipped
 
     def _leave(self) -> None:
@@ -643,6 +619,24 @@ def key_hash(key: bytes) -> int:
 def group_rows(alias: str, group: str) -> QuerySet[TransportMessage]:
     """Return every row of a group that is not acknowledged."""
     return TransportMessage.objects.using(alias).filter(consumer_group=group)
+
+
+def _sized(rows: QuerySet[TransportMessage], small: int) -> QuerySet[Any, Any]:
+    """Return what a claim reads of rows.
+
+    :param small: the longest value that comes along with its row, in bytes.
+    """
+    value = Case(When(size__lte=small, then="value"))
+    return rows.annotate(size=Length("value"), small_value=value).values_list(*_Row._fields)
+
+
+def _rows(found: Iterable[Any]) -> list[_Row]:
+    return [*map(_Row._make, found)]
+
+
+def _after(row: _Row) -> Q:
+    """Rows that come after this one in a topic's order."""
+    return Q(rank__gt=row.rank) | Q(rank=row.rank, id__gt=row.id)
 
 
 def _unleased(now: datetime) -> Q:
