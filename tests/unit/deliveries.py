@@ -41,6 +41,8 @@ KJO: dict[str, Any] = {
     "QUEUES": {"ledger": {}},
     "BACKOFF_BASE": 1,
     "ERROR_RECOVERY_DELAYS": {},
+    # A busy machine holds up handlers, and no group is to end for that.
+    "GROUP_BUDGET": 3600,
     "TOPIC_OPTIONS": {"partitions": 1, "replication_factor": 1},
 }
 
