@@ -188,7 +188,6 @@ class OrderedSend:
     def _deliver(self, portion: Sequence[int]) -> tuple[list[int], list[int]]:
         """Send a portion and wait for its reports; return what was sent, and what the client had no
         room for."""
-        producer = self._client.producer
         reports: list[KafkaError | None] = []
         sent: list[int] = []
         unsent: list[int] = []
@@ -199,8 +198,16 @@ class OrderedSend:
             except BufferError:
                 unsent = list(portion[position:])
                 break
+        self._wait_for(len(sent), reports)
+        self._judge(sent, [error for error in reports if error is not None])
+        return sent, unsent
+
+    def _wait_for(self, count: int, reports: Sequence[KafkaError | None]) -> None:
+        """Wait until so many reports are there. When the time is up, what the client still has is
+        purged, which is reported, too."""
+        producer = self._client.producer
         purged_at = None
-        while len(reports) < len(sent):
+        while len(reports) < count:
             producer.flush(SLICE)
             now = time.monotonic()
             if purged_at is None and self._is_hopeless(now, reports):
@@ -208,7 +215,9 @@ class OrderedSend:
                 purged_at = now
             elif purged_at is not None and now > purged_at + GRACE:
                 break
-        errors = [error for error in reports if error is not None]
+
+    def _judge(self, sent: Sequence[int], errors: Sequence[KafkaError]) -> None:
+        """Note what the reports of records that were sent say of brokers and topics."""
         self.errors += errors
         purged = {describe(error) for error in errors if error.code() in PURGED}
         for index in sent:
@@ -218,7 +227,6 @@ class OrderedSend:
                 self._client.topics.add(self._records[index].topic)
             elif outcome.error in purged:
                 outcome.error = self._why_purged()
-        return sent, unsent
 
     def _is_hopeless(self, now: float, reports: Sequence[KafkaError | None]) -> bool:
         """Whether the time is up; or no broker lets us in, and has not for a while: one that starts

@@ -350,13 +350,29 @@ class Reading:
         wanted = min(min(max_records, MOST_RECORDS) - len(messages), fitting)
         if wanted <= 0:
             return messages, True
+        taken = self._consume(consumer, wanted)
+        if taken is None:
+            return messages, False
+        count = count_within(map(len, taken), bytes_left)
+        self._put_away(taken[count:])
+        return messages + taken[:count], True
+
+    def _put_away(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            if message.error() is not None:
+                self._note(message.error())
+            else:
+                self._keep(message)
+
+    def _consume(self, consumer: Consumer, wanted: int) -> list[Any] | None:
+        """Return as many of the messages that the client has already; None: it gave none of them.
+        Waiting for more would cost latency."""
         self._fresh.clear()
         try:
-            # What is there already; waiting for more would cost latency.
             taken = consumer.consume(wanted, 0)
         except KafkaException as error:
             self._note(error_of(error) or error)
-            return messages, False
+            return None
         for reader in self._fresh:
             # Assigned during this very call: what the batch holds of them may have been fetched
             # under an earlier assignment, and handing it out would skip what lies before.
@@ -365,13 +381,7 @@ class Reading:
             self.unsteady = True
         if taken:
             self._mean_bytes = sum(map(len, taken)) // len(taken)
-        count = count_within(map(len, taken), bytes_left)
-        for message in taken[count:]:
-            if message.error() is not None:
-                self._note(message.error())
-            else:
-                self._keep(message)
-        return messages + taken[:count], True
+        return taken
 
     def _first(self, consumer: Consumer, wait: float) -> Any:
         try:

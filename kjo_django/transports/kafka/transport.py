@@ -136,14 +136,20 @@ class KafkaTransport(Transport):
             known.update(self._wait_for([spec.name for spec in missing], at_least={}))
         small = {s.name: s.partitions for s in specs if (known[s.name] or 0) < s.partitions}
         if small:
-            new = [NewPartitions(name, count) for name, count in small.items()]
-            grown = self._admin().create_partitions(new, request_timeout=self._timeout)
-            for name, count in small.items():
-                # Refused as invalid: another process grew it first, at least as far.
-                if self._done(grown[name], name, KafkaError.INVALID_PARTITIONS):
-                    changes.append(f"grew {name} from {known[name]} to {count} partitions")
-            self._wait_for(list(small), at_least=small)
+            changes += [
+                f"grew {name} from {known[name]} to {small[name]} partitions"
+                for name in self._grow(small)
+            ]
         return changes
+
+    def _grow(self, counts: Mapping[str, int]) -> list[str]:
+        """Give topics so many partitions; return those of them that nobody else has grown first, at
+        least as far."""
+        new = [NewPartitions(name, count) for name, count in counts.items()]
+        grown = self._admin().create_partitions(new, request_timeout=self._timeout)
+        ours = [n for n in counts if self._done(grown[n], n, KafkaError.INVALID_PARTITIONS)]
+        self._wait_for(list(counts), at_least=counts)
+        return ours
 
     def _create(self, specs: Sequence[TopicSpec]) -> list[str]:
         if not specs:

@@ -73,6 +73,12 @@ class Group:
         self.members = [each for each in self.members if each not in members]
         self.owners = {each: owner for each, owner in self.owners.items() if owner not in members}
 
+    def disown(self, member: MemorySubscription, partitions: Iterable[TopicPartition]) -> None:
+        """Free those of the partitions that a member owns."""
+        for partition in partitions:
+            if self.owners.get(partition) is member:
+                del self.owners[partition]
+
     def balance(self, topics: Mapping[str, Topic]) -> None:
         """Decide who should own what: as even as possible, moving as little as possible."""
         self.version += 1
@@ -206,20 +212,24 @@ class MemorySubscription(Watermark, Subscription):
         with log.changed:
             is_current = self._version == group.version
             self.revoke(revoked)
-            for partition in revoked:
-                if group.owners.get(partition) is self:
-                    del group.owners[partition]
-            targets = group.targets.items()
-            free = [each for each, to in targets if to is self and each not in group.owners]
-            for partition in free:
-                group.owners[partition] = self
-                self.assign(partition).next_offset = group.committed.get(partition, 0)
+            group.disown(self, revoked)
+            free = self._own_free()
             if revoked or free:
                 group.version += 1
                 log.changed.notify_all()
             if is_current:
                 self._version = group.version
         self._call(self._on_assigned, free)
+
+    def _own_free(self) -> list[TopicPartition]:
+        """Own what is to be this member's and is nobody's; return that. The caller holds the
+        lock."""
+        group, targets = self._group, self._group.targets.items()
+        free = [each for each, to in targets if to is self and each not in group.owners]
+        for partition in free:
+            group.owners[partition] = self
+            self.assign(partition).next_offset = group.committed.get(partition, 0)
+        return free
 
     def _call(
         self, callback: Callable[..., None] | None, partitions: list[TopicPartition], *more: bool

@@ -314,14 +314,10 @@ class RedisStreamsSubscription(LeasedSubscription):
 
     def _read(self, client: Any, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
         """Read a few entries, waiting for the first; of a backlog as many as are wanted."""
-        active = [self._streams[topic] for topic in self._wanted_topics()]
+        active = self._rotated_streams()
         if max_records <= 0 or not active:
             self._woken.wait(max(0.0, min(SLICE, deadline - time.monotonic())))
             return []
-        if len(active) > 1:  # each is the first at times: there may be room for no other
-            self._read_count += 1
-            start = self._read_count % len(active)
-            active = active[start:] + active[:start]
         if records := self._claim(client, active, max_records, max_bytes):
             return records
         # COUNT is for each stream: divided, so that together they keep to the limit.
@@ -336,6 +332,23 @@ class RedisStreamsSubscription(LeasedSubscription):
             self._may_have_more = bool(records)
             if records:
                 return records
+        return self._wait_for_entries(client, active, few, deadline)
+
+    def _rotated_streams(self) -> list[str]:
+        """Return the streams to read. Each is the first at times: there may be room for no
+        other."""
+        active = [self._streams[topic] for topic in self._wanted_topics()]
+        if len(active) > 1:
+            self._read_count += 1
+            start = self._read_count % len(active)
+            active = active[start:] + active[:start]
+        return active
+
+    def _wait_for_entries(
+        self, client: Any, active: Sequence[str], few: int, deadline: float
+    ) -> list[Record]:
+        """Wait for new entries, and return a few of each stream."""
+        records: list[Record] = []
         wait = int(1000 * max(0.0, min(SLICE, deadline - time.monotonic())))
         asked = dict.fromkeys(active, ">")
         replies = client.xreadgroup(self._group, self._name, asked, count=few, block=wait or None)
@@ -355,35 +368,45 @@ class RedisStreamsSubscription(LeasedSubscription):
         """
         if time.monotonic() < self._claim_at:
             return []
+        records = self._claim_several(client, active, limit, max_bytes)
+        if not records and all(self._looked_at[stream] == START for stream in active):
+            self._claim_at = time.monotonic() + min(self._lease / 4, 1.0)
+        return records
+
+    def _claim_several(
+        self, client: Any, active: Sequence[str], limit: int, max_bytes: int
+    ) -> list[Record]:
         records: list[Record] = []
         waiting = list(active)
         while waiting:
-            stream = waiting[0]
-            if len(records) >= limit or max_bytes <= 0:
+            stream, count = waiting[0], min(limit - len(records), _few(max_bytes))
+            if count <= 0 or max_bytes <= 0:
                 return records
             try:
-                reply = client.xautoclaim(
-                    stream,
-                    self._group,
-                    self._name,
-                    int(self._lease * 1000),
-                    start_id=self._looked_at.get(stream, START),
-                    count=min(limit - len(records), _few(max_bytes)),
-                )
+                claimed = self._claim_of(client, stream, count)
             except RedisError:
                 if records:
                     # These are held and renewed: if they were dropped here, nobody would get them.
                     return records
                 raise
-            self._looked_at[stream] = text_of(reply[0])
-            claimed = self._take(stream, reply[1])
             records += claimed
             max_bytes -= sum(len(record.value or b"") for record in claimed)
             if not claimed or self._looked_at[stream] == START:
                 waiting.pop(0)
-        if not records and all(self._looked_at[stream] == START for stream in active):
-            self._claim_at = time.monotonic() + min(self._lease / 4, 1.0)
         return records
+
+    def _claim_of(self, client: Any, stream: str, count: int) -> list[Record]:
+        """Claim so many entries of a stream, from where the last call has ended."""
+        reply = client.xautoclaim(
+            stream,
+            self._group,
+            self._name,
+            int(self._lease * 1000),
+            start_id=self._looked_at.get(stream, START),
+            count=count,
+        )
+        self._looked_at[stream] = text_of(reply[0])
+        return self._take(stream, reply[1])
 
     def _take(self, stream: str, entries: Iterable[Any]) -> list[Record]:
         topic = self._topics_of[stream]
