@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -34,10 +34,11 @@ from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.logs import get_logger
 from kjo_django.outbox import unpublishable
+from kjo_django.outbox.unpublishable import Refusal
 from kjo_django.runtime import Runtime, current_runtime, get_transport, use_database
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.store.servers import mend_connection, watch_server
-from kjo_django.transports.base import OutgoingRecord, Published
+from kjo_django.transports.base import OutgoingRecord
 
 logger = get_logger("kjo_django")
 
@@ -91,6 +92,10 @@ class PublishBackoff(dict[str, tuple[float, float]]):
             if until + LONGEST_BACKOFF < now:
                 del self[name]
         return [name for name, (until, _) in self.items() if until > now]
+
+
+def _urgency(job: DueJob) -> int:
+    return job.priority or 0
 
 
 class Relay:
@@ -161,36 +166,35 @@ class Relay:
         topics = self._topic_backoff.names() if self._topic_backoff else []
         jobs = self.runtime.store.due_jobs(wanted, most, unrecorded, topics, most_bytes)
         is_full = len(jobs) >= most or sum(len(job.payload) for job in jobs) >= most_bytes
-        self._has_backlog = is_full
+        self._has_backlog, record = is_full, self._publications.record
         if is_full:
-            jobs = self._with_overtaken(jobs, wanted)
-        record = self._publications.begin if is_full else self._publications.record
-        if not is_full and self._publications.unrecorded:
+            jobs, record = self._with_overtaken(jobs, wanted), self._publications.begin
+        elif unrecorded:
             self._publications.finish()
-        failed: Exception | None = None
-        for name in dict.fromkeys(job.queue for job in jobs):
-            if self._clock.monotonic() >= self._leases.valid_until:
-                # It was held up since it read them, and another relay may publish them by now.
-                break
+        by_queue: dict[str, list[DueJob]] = {}
+        for job in jobs:
+            by_queue.setdefault(job.queue, []).append(job)
+        errors: list[Exception] = []
+        left = deque(by_queue.items())
+        # It may be held up since it read them, and another relay publish them by then.
+        while left and self._clock.monotonic() < self._leases.valid_until:
+            name, due = left.popleft()
+            if name in self._levelled:
+                due.sort(key=_urgency, reverse=True)
             try:
-                due, queue = [job for job in jobs if job.queue == name], self._settings.queue(name)
-                if name in self._levelled:
-                    due.sort(key=lambda job: -(job.priority or 0))
-                self._publish(queue, due, record)
+                self._publish(self._settings.queue(name), due, record)
             except (DatabaseError, InterfaceError):
                 raise
             except Exception as error:
                 # Its rows are the oldest and will come first each time: those of others must not
                 # wait for whatever is wrong with its transport.
                 self._queue_backoff.fail(name)
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return len(jobs)
 
     def _awake(self) -> list[str]:
-        if not self._queue_backoff:
-            return self.queues
         failing = self._queue_backoff.names()
         return [queue for queue in self.queues if queue not in failing]
 
@@ -207,23 +211,7 @@ class Relay:
         parts = [(name, level) for name in queues for level in self._settings.queue(name).levels]
         if len(parts) < 2:
             return jobs
-        share = max(1, self._settings.relay_batch_size // len(parts))
-        share_bytes = max(1, self._settings.relay_batch_bytes // len(parts))
-        counts = Counter(map(self._part_of, jobs))
-        sizes: Counter[tuple[str, int]] = Counter()
-        for job in jobs:
-            sizes[self._part_of(job)] += len(job.payload)
-        unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        overtaken: dict[tuple[str, int], list[DueJob]] = {}
-        for part in parts:
-            if counts[part] < share and sizes[part] < share_bytes:
-                queue = self._levelled.get(part[0])
-                of_level = queue.priorities_of(part[1]) if queue is not None else None
-                found = self.runtime.store.due_jobs_of(
-                    part[0], share, unrecorded, topics, share_bytes, of_level
-                )
-                if len(found) > counts[part]:
-                    overtaken[part] = found
+        overtaken = self._overtaken(jobs, parts)
         if not overtaken:
             now = self._clock.monotonic()
             pause = min(10 * (now - began), LONGEST_UNASKED)
@@ -231,6 +219,34 @@ class Relay:
             return jobs
         first = [job for found in overtaken.values() for job in found]
         return first + [job for job in jobs if self._part_of(job) not in overtaken]
+
+    def _overtaken(
+        self, jobs: Sequence[DueJob], parts: Sequence[tuple[str, int]]
+    ) -> dict[tuple[str, int], list[DueJob]]:
+        """Return the rows of those parts that have less than their share in a batch, and more that
+        are due.
+
+        :param parts: queues, each with a level of priority.
+        """
+        share = max(1, self._settings.relay_batch_size // len(parts))
+        share_bytes = max(1, self._settings.relay_batch_bytes // len(parts))
+        counts = Counter(map(self._part_of, jobs))
+        sizes: Counter[tuple[str, int]] = Counter()
+        for job in jobs:
+            sizes[self._part_of(job)] += len(job.payload)
+        unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
+        overtaken = {}
+        for part in parts:
+            if counts[part] >= share or sizes[part] >= share_bytes:
+                continue
+            queue = self._levelled.get(part[0])
+            of_level = queue.priorities_of(part[1]) if queue is not None else None
+            found = self.runtime.store.due_jobs_of(
+                part[0], share, unrecorded, topics, share_bytes, of_level
+            )
+            if len(found) > counts[part]:
+                overtaken[part] = found
+        return overtaken
 
     def _part_of(self, job: DueJob) -> tuple[str, int]:
         """Return a job's queue and its level of priority there."""
@@ -244,63 +260,63 @@ class Relay:
         record: Callable[[Sequence[Publication]], None],
     ) -> None:
         """Publish rows of one queue, record where they went, and what was refused for good."""
-        made: list[OutgoingRecord | Exception] = []
+        made: list[tuple[DueJob, OutgoingRecord]] = []
+        refused: list[Refusal] = []
         for job in jobs:
             try:
-                made.append(storing.record_of(job, queue, service=self.runtime.service))
+                made.append((job, storing.record_of(job, queue, service=self.runtime.service)))
             except Exception as error:
                 # One row nobody can send must not hold up the others of its batch for ever.
                 message = "The message of job %s cannot be made"
                 logger.exception(message, job.id, extra=job.log_facts)
-                made.append(error)
-        records = [one for one in made if isinstance(one, OutgoingRecord)]
-        answered = iter(storing.publish(get_transport(queue.transport), records) if records else ())
-        answers = [
-            next(answered) if isinstance(one, OutgoingRecord) else unpublishable.refusal_of(one)
-            for one in made
-        ]
-        accepted = [
-            Publication(
-                job if len(job.payload) <= LARGE else job._replace(payload=b""),
-                one.topic,
-                answer.partition,
-                answer.offset,
-            )
-            for job, one, answer in zip(jobs, made, answers, strict=True)
-            if answer.error is None and isinstance(one, OutgoingRecord)
-        ]
+                refused.append(Refusal.of(job, error))
+        records = [record for _, record in made]
+        answers = storing.publish(get_transport(queue.transport), records) if made else []
+        accepted: list[Publication] = []
+        for (job, sent), answer in zip(made, answers, strict=True):
+            if answer.error is None:
+                kept = job if len(job.payload) <= LARGE else job._replace(payload=b"")
+                accepted.append(Publication(kept, sent.topic, answer.partition, answer.offset))
+            else:
+                refused.append(Refusal(job, sent, answer))
         record(accepted)
         self.published_count += len(accepted)
-        refused = next((each.error for each in answers if each.error is not None), None)
-        if refused is not None or self._has_told_of_outage:
-            self._has_told_of_outage = refused is not None
-            self._on_error(refused)
-        if len(accepted) < len(jobs):
-            unpublishable.fail(self.runtime, queue, jobs, made, answers)
-        if refused is not None or self._queue_backoff or self._topic_backoff:
-            self._back_off(queue.name, jobs, answers)
+        if refused:
+            unpublishable.fail(self.runtime, queue, refused)
+        if refused or self._has_told_of_outage or self._queue_backoff or self._topic_backoff:
+            self._note_refusals(queue.name, accepted, refused)
 
-    def _back_off(self, queue: str, jobs: Sequence[DueJob], answers: Sequence[Published]) -> None:
+    def _note_refusals(
+        self, queue: str, accepted: Sequence[Publication], refused: Sequence[Refusal]
+    ) -> None:
+        """Tell of refusals, once, and of their end; leave alone for a while what takes nothing."""
+        if refused or self._has_told_of_outage:
+            self._has_told_of_outage = bool(refused)
+            self._on_error(refused[0].answer.error if refused else None)
+        if refused or self._queue_backoff or self._topic_backoff:
+            self._back_off(queue, accepted, refused)
+
+    def _back_off(
+        self, queue: str, accepted: Sequence[Publication], refused: Sequence[Refusal]
+    ) -> None:
         """Leave a queue alone whose records are not taken for reasons that pass; of records for
         many topics only those that take none, if others do or the topic is the reason.
 
         The rows stay as they are: delayed one by one, they would be overtaken by later ones of
         their keys.
         """
-        of_topics = queue == storing.OUTGOING and (
-            any(answer.error is None for answer in answers)
-            or all(answer.is_topics or answer.is_final for answer in answers)
-        )
-        backoff, what = (
-            (self._topic_backoff, "topic") if of_topics else (self._queue_backoff, "queue")
-        )
+        backoff, what, of_topics = self._queue_backoff, "queue", False
+        if queue == storing.OUTGOING:
+            of_topics = bool(accepted) or all(each.is_of_topic for each in refused)
         if of_topics:
             self._queue_backoff.pop(queue, None)
-        errors: dict[str, list[str]] = {}
-        for job, answer in zip(jobs, answers, strict=True):
-            of_it = errors.setdefault(job.destination if of_topics else queue, [])
-            if answer.error is not None and not answer.is_final:
-                of_it.append(answer.error)
+            backoff, what = self._topic_backoff, "topic"
+        errors: dict[str, list[str | None]] = {}
+        for one in accepted:
+            errors.setdefault(one.job.destination if of_topics else queue, [])
+        for each in refused:
+            of_it = errors.setdefault(each.job.destination if of_topics else queue, [])
+            of_it += [] if each.answer.is_final else [each.answer.error]
         for name, of_it in errors.items():
             if not of_it:
                 backoff.pop(name, None)

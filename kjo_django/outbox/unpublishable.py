@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 from django.db import DatabaseError, connections, transaction
 
@@ -37,46 +38,66 @@ from kjo_django.workflows.countdown import Announce, count_ended
 logger = get_logger("kjo_django")
 
 
-def refusal_of(error: Exception) -> Published:
-    """Return the answer for a record that cannot be made."""
-    return Published(error=f"{type(error).__name__}: {text_of(error)}", is_final=True)
+class Refusal(NamedTuple):
+    """A row whose message a transport has refused, or which has none."""
+
+    job: DueJob
+    record: OutgoingRecord | None
+    """The message; None: it cannot be made."""
+    answer: Published
+    """The answer of the transport."""
+    why: Exception | None = None
+    """Why the message cannot be made; None: the answer says it."""
+
+    @classmethod
+    def of(cls, job: DueJob, error: Exception) -> Refusal:
+        """Return the refusal of a row whose message cannot be made."""
+        text = f"{type(error).__name__}: {text_of(error)}"
+        return cls(job, None, Published(error=text, is_final=True), error)
+
+    @property
+    def is_of_topic(self) -> bool:
+        """Whether its topic is the reason, or the message itself."""
+        return self.answer.is_topics or self.answer.is_final
 
 
-def fail(
-    runtime: Runtime,
-    queue: QueueConf,
-    jobs: Sequence[DueJob],
-    made: Sequence[OutgoingRecord | Exception],
-    answers: Sequence[Published],
-) -> None:
+def fail(runtime: Runtime, queue: QueueConf, refused: Sequence[Refusal]) -> None:
     """Fail the jobs that were refused for good and keep their messages as dead letters, unless a
     job has moved on meanwhile.
 
-    :param made: the record of each job, or why it cannot be made.
-    :param answers: what the transport answered to each.
     :raises DatabaseError: it could not be written; what was not is refused again another time.
     """
+    for job, record, answer, why in refused:
+        if answer.is_final:
+            error = why or PublishError(answer.error)
+            reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
+            _fail_and_announce(runtime, queue, job, record, error, reason)
+
+
+def _fail_and_announce(
+    runtime: Runtime,
+    queue: QueueConf,
+    job: DueJob,
+    record: OutgoingRecord | None,
+    error: Exception,
+    reason: DeadLetterReason,
+) -> None:
+    """Write that a job has failed, see ``_fail``, and tell who waits for it."""
     using = runtime.database
-    for job, one, answer in zip(jobs, made, answers, strict=True):
-        if not answer.is_final:
-            continue
-        record = one if isinstance(one, OutgoingRecord) else None
-        error = PublishError(answer.error) if isinstance(one, OutgoingRecord) else one
-        reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
-        failed: tuple[DeadLetter, str | None] | None = None
-        announcements: list[Callable[[], object]] = []
-        try:
-            with transaction.atomic(using=using):
-                failed = _fail(runtime, queue, job, record, error, reason, announcements.append)
-        except DatabaseError:
-            # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
-            letters = DeadLetter.objects.using(using)
-            if failed is None or not letters.filter(pk=failed[0].pk).exists():
-                raise
-        if failed is not None:
-            announcements.insert(0, partial(_announce, job, record, error, *failed))
-            for call in announcements:
-                transaction.on_commit(call, using=using, robust=True)
+    failed: tuple[DeadLetter, str | None] | None = None
+    announcements: list[Callable[[], object]] = []
+    try:
+        with transaction.atomic(using=using):
+            failed = _fail(runtime, queue, job, record, error, reason, announcements.append)
+    except DatabaseError:
+        # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
+        letters = DeadLetter.objects.using(using)
+        if failed is None or not letters.filter(pk=failed[0].pk).exists():
+            raise
+    if failed is not None:
+        announcements.insert(0, partial(_announce, job, record, error, *failed))
+        for call in announcements:
+            transaction.on_commit(call, using=using, robust=True)
 
 
 def _fail(

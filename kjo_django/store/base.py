@@ -738,10 +738,8 @@ class Store:
             found: dict[str, Lease] = {}
             # A row that is released (deleted) between the two statements is inserted again.
             for _ in range(3):
-                missing = [name for name in names if name not in found]
-                if not missing:
-                    break
-                found.update(self.lock_leases(missing))
+                if missing := [name for name in names if name not in found]:
+                    found |= self.lock_leases(missing)
             now = CLOCK.now()
             ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
             free = {n for n, row in found.items() if row.expires_at <= now}

@@ -86,6 +86,13 @@ def _insert_of(model: type[Model]) -> tuple[str, list[str]]:
     return f"INSERT INTO {model._meta.db_table} ({', '.join(columns)}) VALUES ", columns  # noqa: S608 - names of columns
 
 
+def _insertion(rows: Sequence[Model]) -> _Statement:
+    """Return the statement that inserts rows of one model."""
+    table, columns = _insert_of(type(rows[0]))
+    values = [getattr(row, column) for row in rows for column in columns]
+    return table + _places(len(columns), len(rows)), values
+
+
 @cache
 def _psycopg() -> Any:
     """Return psycopg 3, which is imported only where a database is PostgreSQL."""
@@ -455,12 +462,7 @@ class PostgresStore(Store):
         """Insert all in one round trip, and commit in it if it is the last."""
         if len(jobs) + sum(map(len, rows)) > MOST_TOGETHER:
             return super().insert_steps(rows, jobs, is_last=is_last)
-        statements: list[_Statement] = []
-        for each in rows:
-            if each:
-                table, columns = _insert_of(type(each[0]))
-                values = [getattr(row, column) for row in each for column in columns]
-                statements.append((table + _places(len(columns), len(each)), values))
+        statements = [_insertion(each) for each in rows if each]
         if jobs:
             values = [value for job in jobs for value in self._values_of(job)]
             places = _places(len(self._columns), len(jobs))
