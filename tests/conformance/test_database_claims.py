@@ -606,7 +606,7 @@ def test_topics_share_a_poll_and_leave_their_rest_to_who_has_more(
 
 
 def test_an_idle_poll_only_reads(
-    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
 ) -> None:
     """Neither locks nor writes while nothing is due, be it delayed, or busy elsewhere."""
     first, second = subscribe(), subscribe()
@@ -627,7 +627,7 @@ def test_an_idle_poll_only_reads(
 
 
 def test_a_publishers_call_is_followed_by_a_claim_and_by_no_further_look(
-    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
 ) -> None:
     """Each look costs about a millisecond of CPU: at 20 jobs a second they were most of a job."""
     # Given a consumer that has claimed nothing for a while, and waits

@@ -12,11 +12,12 @@ import pytest
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from kjo_django.clock import CLOCK
+from kjo_django.clock import CLOCK, Clock
 from kjo_django.testing.conformance import TransportConformance
 from kjo_django.transports.base import OutgoingRecord, Subscription
 from kjo_django.transports.database import DatabaseTransport, plans
 from kjo_django.transports.database.subscription import CommitWatcher
+from tests.clocks import SetClock
 from tests.conformance.databases import SQLITE
 
 
@@ -66,7 +67,7 @@ class TestSqlite(DatabaseConformance):
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Given
-        subscription = self._subscription_that_seldom_looks(monkeypatch)
+        subscription = self._subscription_that_seldom_looks(monkeypatch, SetClock())
         subscription.poll(10, 0.3)
         # When
         with CaptureQueriesContext(connections[self.alias]) as queries:
@@ -75,9 +76,12 @@ class TestSqlite(DatabaseConformance):
         assert len(queries) <= 2
         subscription.close()
 
-    def _subscription_that_seldom_looks(self, monkeypatch: pytest.MonkeyPatch) -> Subscription:
+    def _subscription_that_seldom_looks(
+        self, monkeypatch: pytest.MonkeyPatch, clock: Clock = CLOCK
+    ) -> Subscription:
         monkeypatch.setattr(plans, "SHORTEST_WAIT", 60.0)
         transport = DatabaseTransport("test", {"DATABASE": self.alias, "POLL_INTERVAL": 60})
+        transport.clock = clock
         return transport.subscribe(["orders"], "shop")
 
     def _publish(self) -> None:
