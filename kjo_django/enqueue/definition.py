@@ -102,13 +102,17 @@ class EnqueueOptions:
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
-        for name, check in _CONVERSIONS.items():
+        for name in _CONVERSIONS:
             if (value := getattr(self, name)) is not None:
-                try:
-                    object.__setattr__(self, name, check(value))
-                except ValueError as error:
-                    raise ValueError(f"{name} must be {error}, not {value!r:.80}") from None
+                object.__setattr__(self, name, _converted(name, value))
         unique.convert(self)
+
+
+def _converted(name: str, value: Any) -> Any:
+    try:
+        return _CONVERSIONS[name](value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be {error}, not {value!r:.80}") from None
 
 
 class UsingOptions(TypedDict, total=False):
@@ -572,26 +576,9 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
     """
     refuse_unknown(options, {"name", *_CHECKS}, "job")
-    for option, check in _CHECKS.items():
-        if options.get(option) not in (None, ()):
-            try:
-                options[option] = check(options[option])
-            except (TypeError, ValueError) as error:
-                message = f"job({option}={options[option]!r}): {option} must be {error}"
-                raise ValueError(message) from None
-
-    final = options.get("give_up_on", ())
-    for kind in options.get("retry_on", ()):
-        if issubclass(kind, final):
-            raise ValueError(f"job(retry_on=…): {kind.__name__} is among those of give_up_on")
-    for option, other in _BELONG_TO.items():
-        if options.get(option) is not None and options.get(other) is None:
-            raise ValueError(f"job({option}=…): {option} means nothing without {other}=…")
+    _check_options(options)
     if (burst := options.pop("burst", None)) is not None:
         options["rate"] = replace(options["rate"], burst=burst)
-    if options.get("database_only") and not options.get("atomic", True):
-        raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
-
     _read_schedule(options)
 
     def declare(function: Callable[..., Any]) -> JobDefinition[..., Any]:
@@ -605,6 +592,29 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         return definition
 
     return declare if function is None else declare(function)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Replace the options of a job by what they mean.
+
+    :raises ValueError: one means nothing, or nothing beside another.
+    """
+    for option, check in _CHECKS.items():
+        if options.get(option) not in (None, ()):
+            try:
+                options[option] = check(options[option])
+            except (TypeError, ValueError) as error:
+                message = f"job({option}={options[option]!r}): {option} must be {error}"
+                raise ValueError(message) from None
+    final = options.get("give_up_on", ())
+    for kind in options.get("retry_on", ()):
+        if issubclass(kind, final):
+            raise ValueError(f"job(retry_on=…): {kind.__name__} is among those of give_up_on")
+    for option, other in _BELONG_TO.items():
+        if options.get(option) is not None and options.get(other) is None:
+            raise ValueError(f"job({option}=…): {option} means nothing without {other}=…")
+    if options.get("database_only") and not options.get("atomic", True):
+        raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
 
 
 def _read_schedule(options: dict[str, Any]) -> None:
@@ -690,9 +700,10 @@ def enqueue_on_save(
     save_hooks.append((model, job))
 
     def receiver(sender: Any, instance: Any, raw: bool = False, **kwargs: Any) -> None:
-        if raw or (created is not None and kwargs["created"] is not created):
-            return  # raw: a fixture is being loaded, its jobs have long run
-        if condition is not None and not condition(instance):
+        if raw:
+            return  # a fixture is being loaded, its jobs have long run
+        is_wanted = created in (None, kwargs["created"])
+        if not is_wanted or (condition is not None and not condition(instance)):
             return
         if fault := save_fault(model, job, kwargs["using"]):
             raise ImproperlyConfigured(fault)

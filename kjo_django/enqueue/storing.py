@@ -242,17 +242,9 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
     """Insert, then resolve the unique ids that were taken."""
     if jobs[0].unique_rule is not None and jobs[0].unique_rule.names_jobs:
         return _store_in_windows(jobs, store)
-    named = [job for job in jobs if job.unique_id is not None]
     if store.insert_jobs(jobs, ignore_conflicts=True) == len(jobs):
         return [JobHandle(job.pk, "queued") for job in jobs]
-    holders: dict[tuple[str, str | None], Job] = {}
-    for queue in {job.queue for job in named}:
-        ids = [job.unique_id for job in named if job.queue == queue]
-        for start in range(0, len(ids), 1000):
-            rows = Job.objects.using(store.alias).filter(
-                queue=queue, unique_id__in=ids[start : start + 1000]
-            )
-            holders.update({(queue, row.unique_id): row for row in rows})
+    holders = _holders_of([job for job in jobs if job.unique_id is not None], store.alias)
     answers: list[JobHandle[Any]] = []
     for job in jobs:
         holder = holders.get((job.queue, job.unique_id)) if job.unique_id is not None else job
@@ -263,6 +255,21 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
         else:
             answers.append(_meet(store.alias, job, holder, revives_failed))
     return answers
+
+
+def _holders_of(jobs: Sequence[Job], using: str) -> dict[tuple[str, str | None], Job]:
+    """Return the rows that have the unique ids of jobs, by their queues and ids."""
+    ids: dict[str, list[str | None]] = {}
+    for job in jobs:
+        ids.setdefault(job.queue, []).append(job.unique_id)
+    holders: dict[tuple[str, str | None], Job] = {}
+    for queue, named in ids.items():
+        for start in range(0, len(named), 1000):
+            rows = Job.objects.using(using).filter(
+                queue=queue, unique_id__in=named[start : start + 1000]
+            )
+            holders.update({(queue, row.unique_id): row for row in rows})
+    return holders
 
 
 _RENEWED = (

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from django.db import connections
+from django.db.models import QuerySet
 
 from kjo_django import states
 from kjo_django.clock import CLOCK
@@ -169,24 +170,11 @@ def rule_of(given: Any, handler: Handler) -> UniqueRule | None:
     if given.unique_for is None and given.debounce is None:
         source = declared
     longest = given.debounce_max or source.debounce_max
-    if longest is not None and source.debounce is None:
-        raise ValueError(f"The job {handler.name}: debounce_max needs debounce")
-    if longest is not None and longest < source.debounce:
-        raise ValueError(f"The job {handler.name}: debounce_max must not be shorter than debounce")
     by = declared.unique_by if given.unique_by is None else given.unique_by
+    if problem := _fault_of(given, handler, source, longest, by):
+        raise ValueError(problem)
     if source.unique_for is None and source.debounce is None:
-        if by is not None:
-            raise ValueError(f"The job {handler.name}: unique_by needs unique_for or debounce")
         return rule_for_ids(given)
-    if by is not None:
-        problem = handler.unknown_argument("unique_by", by)
-        if problem is not None:
-            raise ValueError(problem)
-    if source.debounce is not None and (given.delay is not None or given.run_at is not None):
-        raise ValueError(
-            f"The job {handler.name} is debounced, which says when it is due; "
-            "leave delay and run_at out"
-        )
     on_conflict = given.on_conflict or declared.on_conflict or "keep"
     return UniqueRule(
         "replace" if source.debounce is not None else on_conflict,
@@ -195,6 +183,31 @@ def rule_of(given: Any, handler: Handler) -> UniqueRule | None:
         longest,
         by,
     )
+
+
+def _fault_of(
+    given: Any,
+    handler: Handler,
+    source: Any,
+    longest: timedelta | None,
+    by: Sequence[str] | None,
+) -> str | None:
+    """Return what is wrong with the options of an enqueue that make a rule; None: nothing.
+
+    :param source: the options that say how long a window is.
+    :param longest: what they say of ``debounce_max``.
+    :param by: the arguments that are compared.
+    """
+    debounce, job = source.debounce, f"The job {handler.name}"
+    if longest is not None and debounce is None:
+        return f"{job}: debounce_max needs debounce"
+    if longest is not None and longest < debounce:
+        return f"{job}: debounce_max must not be shorter than debounce"
+    if by is not None and source.unique_for is None and debounce is None:
+        return f"{job}: unique_by needs unique_for or debounce"
+    if debounce is not None and (given.delay is not None or given.run_at is not None):
+        return f"{job} is debounced, which says when it is due; leave delay and run_at out"
+    return handler.unknown_argument("unique_by", by or ())
 
 
 def rule_for_ids(given: Any) -> UniqueRule | None:
@@ -263,30 +276,41 @@ def lock_waiting(using: str, key: Any) -> Job | None:
     A handler that runs in a transaction has its row locked for as long as it runs, and nobody waits
     for that: its worker's lease shows it. Who else locks the row holds it for a moment.
     """
-    features = connections[using].features
     rows = Job.objects.using(using).defer("payload", "result").filter(pk=key)
-    if not features.has_select_for_update:
-        job = rows.first()  # the transaction has written, so it is the only one that does
+    if connections[using].features.has_select_for_update:
+        job = _lock_unless_it_runs(rows, using)
     else:
-        no_key = features.has_select_for_no_key_update
-        skips = features.has_select_for_update_skip_locked
-        free = rows.select_for_update(skip_locked=skips, no_key=no_key)
-        job = free.first()
-        for delay in LOCKED_RETRIES if job is None else ():
-            held = rows.first()
-            is_leased = True if held is None else _is_leased(held)
-            if is_leased is None:
-                time.sleep(delay)
-                job = free.first()
-            elif not is_leased:
-                job = rows.select_for_update(no_key=no_key).first()
-            if is_leased or job is not None:
-                break
+        job = rows.first()  # the transaction has written, so it is the only one that does
     if job is None or job.state not in states.OPEN or _has_row_lease(job):
         return None
     # Within a handler the lock may be this very transaction's: that of its own job, or of another
     # one of its group.
     return None if running.get() is not None and _is_leased(job) is not False else job
+
+
+def _lock_unless_it_runs(rows: QuerySet[Job], using: str) -> Job | None:
+    """Lock the job of ``rows``, waiting for who has locked it but is not running it."""
+    features = connections[using].features
+    no_key, skips = (
+        features.has_select_for_no_key_update,
+        features.has_select_for_update_skip_locked,
+    )
+    free = rows.select_for_update(skip_locked=skips, no_key=no_key)
+    if (job := free.first()) is not None:
+        return job
+    for delay in LOCKED_RETRIES:
+        held = rows.first()
+        is_leased = True if held is None else _is_leased(held)
+        if is_leased:
+            return None
+        if is_leased is None:
+            time.sleep(delay)
+            job = free.first()
+        else:
+            job = rows.select_for_update(no_key=no_key).first()
+        if job is not None:
+            return job
+    return None
 
 
 def _has_row_lease(job: Job) -> bool:
