@@ -7,7 +7,7 @@ in a row, and wins over what was declared; running workers obey within two secon
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from django.db import transaction
@@ -92,36 +92,42 @@ def overview() -> list[dict[str, Any]]:
     found = []
     for name in sorted({*declared, *controls}):
         own, control = declared.get(name, {"rate": None, "concurrency": None}), controls.get(name)
-        in_force = rate_of(control, own["rate"])
-        asked_slots = control.concurrency if control is not None else None
-        if control is None and own["rate"] is None and own["concurrency"] is None:
-            continue
-        found.append(
-            {
-                "name": name,
-                "declared": {
-                    "rate": _rate_text(own["rate"]),
-                    "burst": own["rate"].burst if own["rate"] else None,
-                    "concurrency": own["concurrency"],
-                },
-                "asked": {
-                    "rate": (control.rate if control else "") or None,
-                    "burst": control.burst if control else None,
-                    "concurrency": asked_slots,
-                },
-                "rate": _rate_text(in_force),
-                "burst": in_force.burst if in_force else None,
-                "concurrency": asked_slots or own["concurrency"],
-                "rate_key": own.get("rate_key", ""),
-                "concurrency_key": own.get("concurrency_key", ""),
-                "changed_by": control.changed_by if control else "",
-            }
-        )
+        if control is not None or own["rate"] is not None or own["concurrency"] is not None:
+            # One that nobody has asked for says nothing.
+            found.append(_shown(name, own, control or LimitControl()))
     counts = held.waiting_counts(runtime, [row["name"] for row in found])
     for row in found:
         row["waiting_count"] = counts[row["name"]]
     _add_taken_slots(found)
     return found
+
+
+def _shown(name: str, own: Mapping[str, Any], control: LimitControl) -> dict[str, Any]:
+    """Return what ``overview`` says of a limit.
+
+    :param own: what was declared.
+    :param control: what an operator has asked.
+    """
+    in_force = rate_of(control, own["rate"])
+    return {
+        "name": name,
+        "declared": {
+            "rate": _rate_text(own["rate"]),
+            "burst": own["rate"].burst if own["rate"] else None,
+            "concurrency": own["concurrency"],
+        },
+        "asked": {
+            "rate": control.rate or None,
+            "burst": control.burst,
+            "concurrency": control.concurrency,
+        },
+        "rate": _rate_text(in_force),
+        "burst": in_force.burst if in_force else None,
+        "concurrency": control.concurrency or own["concurrency"],
+        "rate_key": own.get("rate_key", ""),
+        "concurrency_key": own.get("concurrency_key", ""),
+        "changed_by": control.changed_by,
+    }
 
 
 def is_known(name: str) -> bool:
@@ -141,18 +147,14 @@ def _add_taken_slots(found: Sequence[dict[str, Any]]) -> None:
         for row in found
         if row["concurrency"] and not row["concurrency_key"] and row["concurrency"] <= MOST_SHOWN
     }
-    taken: Collection[str] | None = ()
-    if leases:
-        try:
-            taken = get_coordination().holders(
-                [name for names in leases.values() for name in names]
-            )
-        except CoordinationError:
-            taken = None
+    wanted = [name for names in leases.values() for name in names]
+    try:
+        taken: Collection[str] = get_coordination().holders(wanted) if wanted else ()
+    except CoordinationError:
+        leases = {}
     for row in found:
         names = leases.get(row["name"])
-        counted = names is not None and taken is not None
-        row["taken_count"] = len({*(names or ())} & {*(taken or ())}) if counted else None
+        row["taken_count"] = None if names is None else len({*names}.intersection(taken))
 
 
 def _rate_text(value: Any) -> str | None:

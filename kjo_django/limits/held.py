@@ -229,13 +229,18 @@ def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
             open_jobs = Job.objects.using(using).filter(
                 pk__in=some, generation=generation, attempts=attempts, state__in=states.OPEN
             )
-            if storing.is_transactional(queue):
-                open_jobs.update(available_at=NEVER)
-            else:
-                changes: dict[str, Any] = {"available_at": NEVER, "queued_at": None}
-                if attempts:
-                    changes["state"] = JobState.FAILING
-                transition("hold", open_jobs, **changes)
+            _hold_rows(open_jobs, queue, has_run=attempts > 0)
+
+
+def _hold_rows(jobs: QuerySet[Job], queue: QueueConf, *, has_run: bool) -> None:
+    """Write that jobs are due when they are released."""
+    if storing.is_transactional(queue):
+        jobs.update(available_at=NEVER)
+        return
+    changes: dict[str, Any] = {"available_at": NEVER, "queued_at": None}
+    if has_run:
+        changes["state"] = JobState.FAILING
+    transition("hold", jobs, **changes)
 
 
 def _forget_replaced(runtime: Runtime, places: Sequence[HeldJob]) -> None:

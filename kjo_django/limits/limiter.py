@@ -256,23 +256,12 @@ class Limiter:
         """
         runtime = self._runtime
         found.places = held.places_of(runtime, [rows[d].id for d in limited if d in rows])
-        first = {rows[d].id: d for d in reversed([*limited]) if d in rows}
-        limited = {d: of for d, of in limited.items() if d not in rows or first[rows[d].id] is d}
+        limited = _first_of_each_job(limited, rows)
         names = {limit.name for limits in limited.values() for limit in limits}
         crowded = names & {place.limit for place in found.places.values()}
         if unknown := names - crowded:
             crowded |= held.lines(runtime, unknown)
-        invited = self._invited(limited, crowded, rows, found)
-        behind = self._behind(limited, rows, found, invited) if crowded else {}
-        waits: dict[D, Wait] = {}
-        for delivery, limits in limited.items():
-            line = next((limit for limit in limits if limit.name in crowded), None)
-            if delivery in behind:
-                waits[delivery] = Wait(behind[delivery], NEVER_HERE)
-            elif line is not None and not (
-                delivery in invited or self._is_next(delivery, rows, found)
-            ):
-                waits[delivery] = Wait(line, NEVER_HERE)
+        waits = self._in_line(limited, crowded, rows, found) if crowded else {}
         paced = {
             delivery: rates
             for delivery, limits in limited.items()
@@ -284,6 +273,31 @@ class Limiter:
         self._ask_slots([d for d in starting if limited[d][0].slots], limited, waits)
         for delivery in starting:
             waits.setdefault(delivery, Wait(limited[delivery][0], 0.0))
+        return waits
+
+    def _in_line(
+        self,
+        limited: Mapping[D, list[Limit]],
+        crowded: Collection[str],
+        rows: Mapping[D, JobRow],
+        found: Sorted[D],
+    ) -> dict[D, Wait]:
+        """Return the deliveries that are not to ask since others wait for their limits before them,
+        and which limits these are.
+
+        :param crowded: the names of the limits for which jobs wait in line.
+        """
+        invited = self._invited(limited, crowded, rows, found)
+        behind = self._behind(limited, rows, found, invited)
+        waits: dict[D, Wait] = {}
+        for delivery, limits in limited.items():
+            line = next((limit for limit in limits if limit.name in crowded), None)
+            if delivery in behind:
+                waits[delivery] = Wait(behind[delivery], NEVER_HERE)
+            elif line is None or delivery in invited or self._is_next(delivery, rows, found):
+                continue
+            else:
+                waits[delivery] = Wait(line, NEVER_HERE)
         return waits
 
     def _invited(
@@ -300,20 +314,28 @@ class Limiter:
         for delivery, limits in limited.items():
             lines = [limit for limit in limits if limit.name in crowded]
             if (
-                not lines
-                or any(limit.rate is None for limit in lines)
-                or self._is_next(delivery, rows, found)
-                or rows[delivery].id in found.places
+                lines
+                and all(limit.rate is not None for limit in lines)
+                and not self._is_next(delivery, rows, found)
+                and rows[delivery].id not in found.places
+                and self._take_room(lines, room)
             ):
-                continue
-            for limit in lines:
-                if limit not in room:
-                    seconds = NEARLY_IDLE - self._permits.end_of_line(limit.pace)
-                    room[limit] = math.ceil(seconds / limit.pace.interval)
-            if all(room[limit] > 0 for limit in lines):
                 invited.add(delivery)
-                room.update((limit, room[limit] - 1) for limit in lines)
         return invited
+
+    def _take_room(self, lines: Sequence[Limit], room: dict[Limit, int]) -> bool:
+        """Return whether one more job may ask beside those that wait in line for these rates.
+
+        :param room: how many more may, of each rate that was asked for.
+        """
+        for limit in lines:
+            if limit not in room:
+                seconds = NEARLY_IDLE - self._permits.end_of_line(limit.pace)
+                room[limit] = math.ceil(seconds / limit.pace.interval)
+        if min(room[limit] for limit in lines) <= 0:
+            return False
+        room.update((limit, room[limit] - 1) for limit in lines)
+        return True
 
     def _behind(
         self,
@@ -327,21 +349,13 @@ class Limiter:
 
         :param invited: those that ask although they are not the next in line.
         """
-        asking: dict[UUID, D] = {}
-        for delivery in limited:
-            row = rows.get(delivery)
-            if not _has_key(delivery):
-                continue
-            state = limit_state_of(delivery)
-            if row is None or delivery.deliveries > 1 or state.was_permitted:
-                continue  # it is before those of its key that wait
-            place = found.places.get(row.id)
-            if place is None:
-                is_asking = state.asks_again or delivery in invited
-            else:
-                is_asking = place.is_released and place.limit != held.PAUSED
-            if is_asking:
-                asking[row.id] = delivery
+        asking = {
+            rows[delivery].id: delivery
+            for delivery in limited
+            if delivery in rows
+            and _has_key(delivery)
+            and self._asks_by_its_key(delivery, found.places.get(rows[delivery].id), invited)
+        }
         firsts = held.first_of_keys(self._runtime, asking) if asking else {}
         behind: dict[D, Limit] = {}
         for id, (first, line) in firsts.items():
@@ -353,6 +367,16 @@ class Limiter:
             if first != id:
                 behind[delivery] = by_name[line]
         return behind
+
+    @staticmethod
+    def _asks_by_its_key(delivery: D, place: held.Place | None, invited: Collection[D]) -> bool:
+        """Return whether a delivery would ask, and others of its key may wait before it."""
+        state = limit_state_of(delivery)
+        if delivery.deliveries > 1 or state.was_permitted:
+            return False  # it is before those of its key that wait
+        if place is None:
+            return state.asks_again or delivery in invited
+        return place.is_released and place.limit != held.PAUSED
 
     @staticmethod
     def _is_next(delivery: D, rows: Mapping[D, JobRow], found: Sorted[Any]) -> bool:
@@ -482,7 +506,7 @@ class Limiter:
     def take_permits(self, deliveries: Sequence[D]) -> list[D]:
         """Wait for the moments of deliveries whose handlers are about to be called together; return
         those that may start. Another one comes up again when it may."""
-        permits, clock = self._permits, self._runtime.clock
+        permits = self._permits
         refused = {delivery for delivery in deliveries if self._has_lost_slot(delivery)}
         paced = [
             each
@@ -491,29 +515,37 @@ class Limiter:
         ]
         for delivery in paced:
             permits.note_prepared(delivery)
+        permitted = {each for each in self._await_permits(paced) if permits.use(each)}
+        refused.update(each for each in paced if each not in permitted)
+        if refused:
+            self._put_off(refused)
+        return [delivery for delivery in deliveries if delivery not in refused]
+
+    def _await_permits(self, paced: list[D]) -> list[D]:
+        """Wait for the moments of deliveries; return those that have a permit then."""
+        permits, clock = self._permits, self._runtime.clock
         for _ in range(TRIES):
             self._take_anew([each for each in paced if not permits.has_permit(each)])
             latest = clock.monotonic() + LONGEST_PREPARATION
-            refused |= {
+            paced = [
                 each
                 for each in paced
-                if not permits.has_permit(each) or limit_state_of(each).permit_from > latest
-            }
-            paced = [each for each in paced if each not in refused]
+                if permits.has_permit(each) and limit_state_of(each).permit_from <= latest
+            ]
             moment = max([limit_state_of(each).permit_from for each in paced], default=0.0)
             if (seconds := moment - clock.monotonic()) > 0:
                 clock.wait(threading.Event(), seconds)
             if all(map(permits.has_permit, paced)):
                 break
-        refused |= {delivery for delivery in paced if not permits.use(delivery)}
+        return paced
+
+    def _put_off(self, refused: Collection[D]) -> None:
         moments = {}
         for delivery in refused:
             state = limit_state_of(delivery)
             state.asks_again = True
-            moments[delivery] = max(state.permit_from, clock.monotonic() + MOMENT)
-        if moments:
-            self._on_put_off(moments)
-        return [delivery for delivery in deliveries if delivery not in refused]
+            moments[delivery] = max(state.permit_from, self._runtime.clock.monotonic() + MOMENT)
+        self._on_put_off(moments)
 
     def _has_lost_slot(self, delivery: Delivery) -> bool:
         """Return whether the slot of a delivery may be another worker's by now."""
@@ -611,8 +643,14 @@ class Limiter:
                 starting.append(UUID(job_id))
         held.leave(runtime, starting)
         self._to_fill.update((limit.name, limit) for limit in found.advanced)
+        for limit, wait in self._lines_to_fill(found).items():
+            self._fill(limit, wait)
+
+    def _lines_to_fill(self, found: Sorted[Any]) -> dict[Limit, float]:
+        """Return the limits whose lines are to advance now, and how many seconds it takes at least
+        until the first of each may start."""
         waits = dict.fromkeys(self._overdue(bool(found.may_run)), 0.0)
-        now = runtime.clock.monotonic()
+        now = self._runtime.clock.monotonic()
         for delivery, one in found.held:
             # Coordination said when it might start, so none of those behind it starts before.
             told = max(0.0, limit_state_of(delivery).permit_from - now)
@@ -621,8 +659,7 @@ class Limiter:
                 # In the line that it has left for another one, it was on its way.
                 left = [each for each in found.limits[delivery] if each.name == place.limit]
                 waits |= {each: 0.0 for each in left if each != one.limit}
-        for limit, wait in waits.items():
-            self._fill(limit, wait)
+        return waits
 
     def _overdue(self, is_starting: bool) -> list[Limit]:
         """Return the limits whose lines are to advance now.
@@ -726,19 +763,13 @@ class Limiter:
             # Of a job whose handler is another worker's, nobody here knows the limits.
             and (handler := registry.find(job.handler)) is not None
         }
-        slots = [
-            slot_name(limit.name, number)
-            for limit in limits.values()
-            if limit is not None
-            for number in range(1, limit.slots + 1)
-        ]
-        if slots:
+        in_force = [limit for limit in limits.values() if limit is not None]
+        if slots := [slot_name(each.name, n + 1) for each in in_force for n in range(each.slots)]:
             self._leases.release_abandoned(slots)
-        for name, limit in limits.items():
-            if limit is None:
-                held.release(runtime, name, held.MOST_RELEASED, 0.0)
-            else:
-                self._fill(limit)
+        for limit in in_force:
+            self._fill(limit)
+        for name in {name for name, limit in limits.items() if limit is None}:
+            held.release(runtime, name, held.MOST_RELEASED, 0.0)
         for name in {head.limit for head in heads if head.job_id not in rows}:
             held.release(runtime, name, 1, 0.0)
 
@@ -748,6 +779,14 @@ class Limiter:
         payload = bytes(job.payload)
         limits = limits_of(self._runtime, handler, queue, payload, job.content_type)
         return next((limit for limit in limits if limit.name == head.limit), None)
+
+
+def _first_of_each_job(
+    limited: Mapping[D, list[Limit]], rows: Mapping[D, JobRow]
+) -> dict[D, list[Limit]]:
+    """Leave out second messages of one job."""
+    first = {rows[d].id: d for d in reversed([*limited]) if d in rows}
+    return {d: of for d, of in limited.items() if d not in rows or first[rows[d].id] is d}
 
 
 def _has_key(delivery: Delivery) -> bool:

@@ -257,10 +257,10 @@ class Permits:
         for key, delivery in self._line.items():
             state = limit_state_of(delivery)
             wanted = {pace.name for pace in state.paces}
-            if wanted.isdisjoint(names) or self._is_good(state, now):
+            # Of one that is late, its own lane asks when it comes.
+            is_late = key not in self._asking and now > state.permit_from
+            if wanted.isdisjoint(names) or is_late or self._is_good(state, now):
                 continue
-            if key not in self._asking and now > state.permit_from:
-                continue  # it is late: its own lane asks when it comes
             if any(asked[name] >= MOST_ASKED for name in wanted):
                 wait = max(asked[pace.name] * pace.interval for pace in state.paces)
                 state.asked_at, state.permit_from = now, now + wait
