@@ -9,7 +9,7 @@ import enum
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from kjo_django.engine.handler.connections import (
 from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.exceptions import PublishError
 from kjo_django.logs import get_logger
-from kjo_django.models import Job, transition
+from kjo_django.models import EventKey, Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.base import Store
@@ -73,28 +73,44 @@ def record_completions(
         attempt.ending, attempt.reason = Ending.COMPLETED, ""
     with recording(store) as recorded:
         fresh = store.insert_markers([attempt.key for attempt in completed])
-        winners = []
-        for attempt in completed:
-            if attempt.key in fresh:
-                winners.append(attempt)
-            elif attempt.is_in_doubt and attempt.is_marked:
-                attempt.is_confirmed = True
-            elif _is_judged_by_row(attempt):
-                winners.append(attempt)
-            else:
-                attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
-                attempt.announcements = ()
-            attempt.is_marked = attempt.is_marked or attempt.key in fresh
+        winners = _judge_by_markers(completed, fresh)
         written = complete(runtime, winners, token, receiver=receiver)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
-        for attempt in lost:
-            has_ended = attempt.key not in fresh and is_awaited(attempt)
-            attempt.ending = Ending.DUPLICATE if has_ended else Ending.SKIPPED
-            attempt.reason = Reason.LEASE_LOST
-        end_lost(store, lost)
-        store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
+        if lost:
+            _end_overtaken(store, lost, fresh)
         acknowledge_within([a for a in completed if a.ending is not Ending.DEFERRED])
         recorded += [a for a in completed if a.ending is Ending.COMPLETED]
+
+
+def _end_overtaken(store: Store, lost: Sequence[Attempt], fresh: Collection[EventKey]) -> None:
+    """End completions whose rows were another worker's when they were to be written."""
+    for attempt in lost:
+        has_ended = attempt.key not in fresh and is_awaited(attempt)
+        attempt.ending = Ending.DUPLICATE if has_ended else Ending.SKIPPED
+        attempt.reason = Reason.LEASE_LOST
+    end_lost(store, lost)
+    store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
+
+
+def _judge_by_markers(completed: Sequence[Attempt], fresh: Collection[EventKey]) -> list[Attempt]:
+    """Return the completions whose rows are to be written, and end those that another worker has
+    completed before.
+
+    :param fresh: the markers that were not there before.
+    """
+    winners = []
+    for attempt in completed:
+        if attempt.key in fresh:
+            attempt.is_marked = True
+            winners.append(attempt)
+        elif attempt.is_in_doubt and attempt.is_marked:
+            attempt.is_confirmed = True
+        elif _is_judged_by_row(attempt):
+            winners.append(attempt)
+        else:
+            attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
+            attempt.announcements = ()
+    return winners
 
 
 def _is_judged_by_row(attempt: Attempt) -> bool:
@@ -367,6 +383,7 @@ class EndedQueue:
     def put_not_run(self, attempts: Sequence[Attempt]) -> None:
         """Add attempts that have ended without a run; they are settled together with others."""
         self._not_run += attempts
+        self.held_back.after(attempts)
 
     def has_any_from_before(self, moment: float) -> bool:
         """Return whether an attempt waits here that began before then."""

@@ -88,10 +88,13 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
         elif not context.is_atomic:
             # Within a transaction the row is locked, nobody else runs the job.
             unheld.append(job)
-    # Nobody holds a lease either that coordination never had, having been away, or has forgotten;
-    # then the rows of the jobs decide whether another worker has run them.
-    if not unheld:
-        return
+    if unheld:
+        _abort_overtaken(unheld, runtime, token)
+
+
+def _abort_overtaken(unheld: list[RunningJob], runtime: Runtime, token: str) -> None:
+    """Abort those of the jobs that another worker has run, as their rows say. Nobody holds a lease
+    either that coordination never had, having been away, or has forgotten."""
     known = runtime.store.known_markers([job.delivery.key for job in unheld])
     _, rows = load_rows(runtime, [job.delivery for job in unheld])
     for job in unheld:

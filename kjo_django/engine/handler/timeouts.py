@@ -232,24 +232,29 @@ class TimeoutWatch:
                 call.context.abort(Abort.LOST)
         self._looked_at = now
         for call in calls:
-            if call.due_at > now:
-                continue
-            if call.is_over:
-                call.due_at = math.inf
-                if self._on_hung(call.thread_id):
-                    self.abandon(call.thread_id)
-                    self.calls.discard(call)
-                continue
-            call.is_over = True
-            call.due_at += HUNG_AFTER
-            if call.interrupts:
-                call.is_fired = True
-                if not call.is_lost:
-                    call.context.abort(Abort.TIMEOUT)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(call.thread_id), ctypes.py_object(HandlerTimeout)
-                )
+            if call.due_at <= now:
+                self._act_on(call)
         return max(0.0, min([LOOK, *(call.due_at - now for call in calls)]))
+
+    def _act_on(self, call: RunningCall) -> None:
+        """Interrupt a call whose time is over. One that was interrupted, and has not ended, hangs:
+        its thread is given up."""
+        if call.is_over:
+            call.due_at = math.inf
+            if self._on_hung(call.thread_id):
+                self.abandon(call.thread_id)
+                self.calls.discard(call)
+            return
+        call.is_over = True
+        call.due_at += HUNG_AFTER
+        if not call.interrupts:
+            return
+        call.is_fired = True
+        if not call.is_lost:
+            call.context.abort(Abort.TIMEOUT)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(call.thread_id), ctypes.py_object(HandlerTimeout)
+        )
 
     def wake(self) -> None:
         """Look now, in the watch's thread; the caller holds the lock."""

@@ -153,33 +153,33 @@ class LaneRunner:
         until = time.monotonic() + self._runtime.group_budget.seconds
         has_begun = False
         for step in in_steps(attempts):
-            not_run = [attempt for attempt in step if attempt.ending is not None]
-            ended.put_not_run(not_run)
-            ended.held_back.after(not_run)
+            ended.put_not_run([attempt for attempt in step if attempt.ending is not None])
             if has_begun and (self._stopping.is_set() or time.monotonic() >= until):
                 continue
             calls = [
-                attempt
-                for attempt in step
-                if attempt.ending is None and not ended.held_back.covers(attempt.delivery)
+                each
+                for each in step
+                if each.ending is None and not ended.held_back.covers(each.delivery)
             ]
-            if not calls:
-                continue
-            # Before permits are taken: what is written here may take longer than a start may be
-            # late.
-            ended.before_handler()
-            if refused := self._defer_what_may_not_start(calls):
-                ended.put_not_run(refused)
-                ended.held_back.after(refused)
             if calls:
-                has_begun = True
-                began = time.monotonic()
-                self._call(calls, self._fresh_connections())
-                for attempt in calls:
-                    if attempt.ending is None:  # of a batch that has failed
-                        self._call([attempt], self._fresh_connections())
-                ended.held_back.after(calls)
-                ended.put(began, calls)
+                has_begun |= self._call_outside(calls, ended)
+
+    def _call_outside(self, calls: list[Attempt], ended: EndedQueue) -> bool:
+        """Make one call outside a transaction, of a batch that fails one for each item; return
+        whether any was made: those that may not start are deferred."""
+        # Before permits are taken: what is written here may take longer than a start may be late.
+        ended.before_handler()
+        ended.put_not_run(self._defer_what_may_not_start(calls))
+        if not calls:
+            return False
+        began = time.monotonic()
+        self._call(calls, self._fresh_connections())
+        for attempt in calls:
+            if attempt.ending is None:
+                self._call([attempt], self._fresh_connections())
+        ended.held_back.after(calls)
+        ended.put(began, calls)
+        return True
 
     def _defer_what_may_not_start(self, calls: list[Attempt]) -> list[Attempt]:
         """Take the permits of calls that are about to be made, and take those out of the list that
