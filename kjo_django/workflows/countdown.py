@@ -33,7 +33,7 @@ from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import RELAY_CHANNEL, after_commit, dispatch_jobs, is_transactional
 from kjo_django.enqueue.waiting import workflow_channel
 from kjo_django.logs import get_logger
-from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage, transition
+from kjo_django.models import Job, Workflow, WorkflowCount, WorkflowEdge, WorkflowStage, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import OPEN_WORKFLOWS, JobState, OnFailure, WorkflowState
 from kjo_django.store.rows import Advance, Completing, DueJob, FollowerRow, StageRow, StepCounts
@@ -143,14 +143,7 @@ def _count(
             runtime.store.complete(*completing)
         return
     counted = {stage for stage, _, _ in changes} & facts.keys()
-    # The one step of a stage ends it. A failure may cancel what waits, and a step that runs again
-    # reopens its stage.
-    notable = {
-        stage
-        for stage, _, change in changes
-        if stage in facts
-        and (facts[stage].step_count == 1 or change.open > 0 or change.failed or change.cancelled)
-    }
+    notable = _notable_stages(facts, changes)
     notable |= {context.stage_id for context in added} & facts.keys()
     if notable != counted:
         now, totals, completing = runtime.store.count_steps(totals, completing), {}, None
@@ -165,6 +158,20 @@ def _count(
             completing=completing,
         )
         advance.run(notable, added, is_last=is_last)
+
+
+def _notable_stages(
+    facts: Mapping[UUID, StageFacts], changes: Sequence[tuple[UUID, UUID, StepCounts]]
+) -> set[UUID]:
+    """Return the stages that their changes have ended, or in which they may have changed others:
+    the one step of a stage ends it, a failure may cancel what waits, and a step that runs again
+    reopens its stage."""
+    return {
+        stage
+        for stage, _, change in changes
+        if stage in facts
+        and (facts[stage].step_count == 1 or change.open > 0 or change.failed or change.cancelled)
+    }
 
 
 def give_up(runtime: Runtime, stages: Iterable[UUID]) -> None:
@@ -256,14 +263,17 @@ class _Advance:
                 rows = self._runtime.store.read_stages(left)
             left = self._follow([row for row in rows if follows and (row.bad or not row.open)])
             rows = []
-        noted = [self.workflows[id] for id in sorted(changed)]
+        self._note_workflows([self.workflows[id] for id in sorted(changed)])
+        self._write(is_last=is_last)
+
+    def _note_workflows(self, noted: Sequence[Workflow]) -> None:
+        """Note where workflows are now, and announce those that have ended."""
         before = {workflow.pk: workflow.state for workflow in noted}
         for workflow in noted:
             self._note_state(workflow)
         self._unwritten.workflows = noted
         for workflow in noted:
             send_end(self._runtime, workflow, before[workflow.pk], self._announce)
-        self._write(is_last=is_last)
 
     def _write(self, *, is_last: bool = False) -> None:
         unwritten, self._unwritten = self._unwritten, Advance(self._now, [], [], [])
@@ -303,22 +313,26 @@ class _Advance:
         met: defaultdict[UUID, int] = defaultdict(int)
         candidates: dict[UUID, tuple[StageRow, FollowerRow]] = {}
         cancelled: dict[UUID, StageRow] = {}
-        for required in rows:
-            for stage in required.followers:
-                if required.bad and stage.on_failure in self._cancels:
-                    if stage.finished_at is None:
-                        cancelled.setdefault(stage.id, required)
-                elif not required.open and (not required.bad or stage.on_failure == OnFailure.RUN):
-                    self._unwritten.met.append(stage.edge_id)
-                    met[stage.id] += 1
-                    candidates[stage.id] = required, stage
+        followers = [(required, stage) for required in rows for stage in required.followers]
+        for required, stage in followers:
+            if required.bad and stage.on_failure in self._cancels:
+                if stage.finished_at is None:
+                    cancelled.setdefault(stage.id, required)
+            elif not required.open and (not required.bad or stage.on_failure == OnFailure.RUN):
+                self._unwritten.met.append(stage.edge_id)
+                met[stage.id] += 1
+                candidates[stage.id] = required, stage
         self._release([one for id, one in candidates.items() if one[1].unmet_count == met[id]])
         if cancelled:
             self._write()
-        for id, required in cancelled.items():
+            self._cancel(cancelled)
+        return set(cancelled)
+
+    def _cancel(self, stages: Mapping[UUID, StageRow]) -> None:
+        """Cancel the waiting steps of stages, each for one that has failed."""
+        for id, required in stages.items():
             why = f"Cancelled: it waits for {required.handler}, which has failed"
             cancel_waiting(self._runtime, id, why, self._now, self._announce)
-        return set(cancelled)
 
     def _release(self, stages: Iterable[tuple[StageRow, FollowerRow]]) -> None:
         """Send the steps of stages on their way."""

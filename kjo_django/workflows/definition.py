@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from django.db.models import Model
 from django.utils import timezone
@@ -123,6 +124,14 @@ class Graph:
         self.steps.append(added)
         return added
 
+    def _followers(self) -> list[list[int]]:
+        """Return for each step the numbers of those that wait for it."""
+        followers: list[list[int]] = [[] for _ in self.steps]
+        for step in self.steps:
+            for number in step.required:
+                followers[number].append(step.number)
+        return followers
+
     def _in_order(self, followers: Sequence[Sequence[int]]) -> Iterator[WorkflowStep]:
         """Yield the steps, each behind those that it waits for."""
         left = [len(step.required) for step in self.steps]
@@ -148,10 +157,7 @@ def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
     :raises TypeError: the function of a step does not take the step's arguments.
     :raises PayloadError: the payload of a step cannot be serialized or is too large.
     """
-    followers: list[list[int]] = [[] for _ in graph.steps]
-    for step in graph.steps:
-        for number in step.required:
-            followers[number].append(step.number)
+    followers = graph._followers()
     # Of siblings the same set: a hundred thousand equal ones would be compared with each other.
     alike: dict[Any, Any] = {}
     stages: list[PlannedStage] = []
@@ -161,21 +167,16 @@ def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
         argument, key, data = checked(step, runtime)
         handler = step.job.handler
         queue = step.job.options.queue or handler.options.queue
-        required, waiting = (
-            alike.setdefault(each, each)
-            for each in (frozenset(step.required), tuple(followers[step.number]))
-        )
+        required: frozenset[int] = frozenset(step.required)
+        waiting: tuple[int, ...] = tuple(followers[step.number])
+        required = alike.setdefault(required, required)
+        waiting = alike.setdefault(waiting, waiting)
         source = step.source.number if argument and step.source is not None else None
         policy = step.on_failure or on_failure
         # Equal sets are one object by now.
         kind = (handler.name, queue, policy, argument, source, id(required), id(waiting))
         if kind not in found:
-            if not runtime.holds(queue):
-                raise ValueError(
-                    f"{step}: KJO['QUEUES'][{queue!r}]['database'] is not {runtime.database!r}, "
-                    "the database of this workflow. All steps of a workflow are in one database: "
-                    "let one of them enqueue what is to be done in another."
-                )
+            _check_database(step, queue, runtime)
             found[kind] = len(stages)
             row = WorkflowStage(
                 handler=handler.name, queue=queue, on_failure=policy, argument=argument
@@ -192,6 +193,15 @@ def plan(graph: Graph, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
     return stages
 
 
+def _check_database(step: WorkflowStep, queue: str, runtime: Runtime) -> None:
+    if not runtime.holds(queue):
+        raise ValueError(
+            f"{step}: KJO['QUEUES'][{queue!r}]['database'] is not {runtime.database!r}, "
+            "the database of this workflow. All steps of a workflow are in one database: "
+            "let one of them enqueue what is to be done in another."
+        )
+
+
 def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
     """Return the argument that is given a result or "", the key, and the serialized payload."""
     handler, options, payload = step.job.handler, step.job.options, step.payload
@@ -202,12 +212,7 @@ def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
     argument = missing[0] if step.source is not None and len(missing) == 1 else ""
     problem = handler.check_arguments({**payload, argument: None} if argument else payload)
     if problem is not None:
-        if step.source is not None and len(missing) > 1:
-            wanted = " and ".join(map(repr, missing))
-            problem = f"it requires {wanted}, and {step.source} gives it one result"
-        elif missing and step.required and step.source is None:
-            problem += " (only a step of a chain is given the result of the one step before it)"
-        raise TypeError(f"{step}: {problem}")
+        raise TypeError(f"{step}: {_explained(problem, step, missing)}")
     try:
         key = handler.key_of(payload) if options.key is None else options.key
         if len(key) > 255 or (key and storable_text(key) != key):
@@ -220,6 +225,19 @@ def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
     except TypeError as error:
         raise TypeError(f"{step}: its key cannot be made: {error}") from error
     return argument, key, data
+
+
+def _explained(problem: str, step: WorkflowStep, missing: Sequence[str]) -> str:
+    """Return what is wrong with the arguments of a step, and why where that is known.
+
+    :param missing: the arguments that its payload does not give.
+    """
+    if step.source is not None and len(missing) > 1:
+        wanted = " and ".join(map(repr, missing))
+        return f"it requires {wanted}, and {step.source} gives it one result"
+    if missing and step.required and step.source is None:
+        return f"{problem} (only a step of a chain is given the result of the one step before it)"
+    return problem
 
 
 def checked_on_failure(value: str, where: str) -> str:
@@ -252,17 +270,7 @@ def insert(
     """
     for stage in stages:
         stage.row.workflow_id = workflow
-    edges = [
-        WorkflowEdge(required_id=stages[place].row.pk, stage_id=stage.row.pk)
-        for stage in stages
-        for place in sorted(stage.required)
-    ]
-    edges += [
-        WorkflowEdge(required_id=stage.row.pk, stage_id=follower)
-        for follower in followers
-        for stage in stages
-        if not stage.is_waited_for
-    ]
+    edges = _edges_of(stages, followers)
     rows: list[Sequence[Model]] = [new, [stage.row for stage in stages], edges]
     jobs: list[Job] = []
     counts: list[WorkflowCount] = []
@@ -275,24 +283,49 @@ def insert(
                 # What is first in a transaction of ours begins it along, and COPY cannot.
                 runtime.store.insert_steps(rows, ())
                 rows = []
-                keys, payloads = zip(*steps, strict=True)
-                none = [None] * len(steps)
-                answers = store_alike(template, none, keys, payloads, runtime, waits=waits)
-                ids += [answer.job_id for answer in answers]
-            else:
-                made = [template, *(_new_step(stage, options, *one, runtime) for one in steps[1:])]
-                jobs += made
-                ids += [row.pk for row in made]
-        size = min(MOST_COUNTS, 1 + len(ids) // STEPS_OF_COUNT)
-        opened = [0] * size
-        for id in ids:
-            opened[id.int % size] += 1
-        counts += [WorkflowCount(stage_id=stage.row.pk, open_count=count) for count in opened]
+                ids += _store_alike(template, steps, runtime, waits=waits)
+                continue
+            made = [template, *(_new_step(stage, options, *one, runtime) for one in steps[1:])]
+            jobs += made
+            ids += [row.pk for row in made]
+        counts += _counts_of(stage, ids)
     rows.append(counts)
     if jobs:
         store(jobs, runtime=runtime, beside=rows, is_last=is_last)
     else:
         runtime.store.insert_steps(rows, (), is_last=is_last)
+
+
+def _store_alike(
+    template: Job, steps: Sequence[tuple[str, bytes]], runtime: Runtime, *, waits: bool
+) -> list[UUID]:
+    """Store many steps of one stage; return their ids."""
+    keys, payloads = zip(*steps, strict=True)
+    none = [None] * len(steps)
+    answers = store_alike(template, none, keys, payloads, runtime, waits=waits)
+    return [answer.job_id for answer in answers]
+
+
+def _edges_of(stages: Sequence[PlannedStage], followers: Iterable[Any]) -> list[WorkflowEdge]:
+    """Return which stages wait for which, those that are stored already among them."""
+    edges = [
+        WorkflowEdge(required_id=stages[place].row.pk, stage_id=stage.row.pk)
+        for stage in stages
+        for place in sorted(stage.required)
+    ]
+    last = [stage.row.pk for stage in stages if not stage.is_waited_for]
+    edges += [WorkflowEdge(required_id=pk, stage_id=each) for each in followers for pk in last]
+    return edges
+
+
+def _counts_of(stage: PlannedStage, ids: Sequence[UUID]) -> list[WorkflowCount]:
+    """Return the counts of a stage's open steps: several where these are many, since each end of a
+    step changes one."""
+    size = min(MOST_COUNTS, 1 + len(ids) // STEPS_OF_COUNT)
+    opened = [0] * size
+    for id in ids:
+        opened[id.int % size] += 1
+    return [WorkflowCount(stage_id=stage.row.pk, open_count=count) for count in opened]
 
 
 def _by_options(stage: PlannedStage) -> list[tuple[EnqueueOptions, list[tuple[str, bytes]]]]:
