@@ -702,7 +702,7 @@ def enqueue_on_save(
     def receiver(sender: Any, instance: Any, raw: bool = False, **kwargs: Any) -> None:
         if raw:
             return  # a fixture is being loaded, its jobs have long run
-        is_wanted = created in (None, kwargs["created"])
+        is_wanted = created in (None, kwargs.get("created"))
         if not is_wanted or (condition is not None and not condition(instance)):
             return
         if fault := save_fault(model, job, kwargs["using"]):

@@ -720,8 +720,7 @@ class Limiter:
             and state.was_permitted
             # Whose start was refused asks again soon.
             and (delivery.paused_since is not None or not state.asks_again)
-            and (message := delivery.message) is not None
-            and message.job_id is not None
+            and (message := delivery.message).job_id is not None
             and message.service == self._runtime.service
         ]
         try:

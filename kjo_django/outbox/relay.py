@@ -281,20 +281,21 @@ class Relay:
                 refused.append(Refusal(job, sent, answer))
         record(accepted)
         self.published_count += len(accepted)
-        if refused:
-            unpublishable.fail(self.runtime, queue, refused)
         if refused or self._has_told_of_outage or self._queue_backoff or self._topic_backoff:
-            self._note_refusals(queue.name, accepted, refused)
+            self._note_refusals(queue, accepted, refused)
 
     def _note_refusals(
-        self, queue: str, accepted: Sequence[Publication], refused: Sequence[Refusal]
+        self, queue: QueueConf, accepted: Sequence[Publication], refused: Sequence[Refusal]
     ) -> None:
-        """Tell of refusals, once, and of their end; leave alone for a while what takes nothing."""
+        """Tell of refusals, once, and of their end; fail what is refused for good, and leave alone
+        for a while what takes nothing."""
         if refused or self._has_told_of_outage:
             self._has_told_of_outage = bool(refused)
             self._on_error(refused[0].answer.error if refused else None)
+        if refused:
+            unpublishable.fail(self.runtime, queue, refused)
         if refused or self._queue_backoff or self._topic_backoff:
-            self._back_off(queue, accepted, refused)
+            self._back_off(queue.name, accepted, refused)
 
     def _back_off(
         self, queue: str, accepted: Sequence[Publication], refused: Sequence[Refusal]

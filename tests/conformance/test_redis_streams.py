@@ -35,15 +35,20 @@ class TestRedisStreams(TransportConformance):
 
         return RedisStreamsTransport("test", {"KEY_PREFIX": self.prefix})
 
-    def test_room_for_less_than_a_record_of_each_topic_starves_none(self) -> None:
-        """A worker with its hands full asks for one record at a time."""
+    @pytest.mark.parametrize("also_asks_for_none", [False, True])
+    def test_room_for_less_than_a_record_of_each_topic_starves_none(
+        self, also_asks_for_none: bool
+    ) -> None:
+        """A worker with its hands full asks for one record at a time, and for none between."""
         transport = self.make_transport()
-        topics = ["a", "b", "c"]
+        topics = ["a", "b", "c", "d"]
         transport.publish([OutgoingRecord(topic, b"") for topic in topics for _ in range(9)])
         with closing(transport.subscribe(topics, "g")) as subscription:
             taken: list[str] = []
 
             def read() -> bool:
+                if also_asks_for_none:
+                    assert subscription.poll(0, 0.0) == []
                 taken.extend(record.topic for record in subscription.poll(1, 0.05))
                 return len(taken) >= 9
 

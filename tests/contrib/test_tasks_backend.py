@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ from kjo_django.contrib.tasks.compat import (
 )
 from kjo_django.coordination.base import lease_name
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
+from kjo_django.engine.handler.context import facts_of
 from kjo_django.exceptions import JobExistsError, PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.logs import FOREIGN
@@ -353,13 +355,15 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
     statistics = Statistics(current_runtime(), uuid7())
     record = Record("default", 0, 0, None, b"{}", {})
     # When
+    message = replace(NAMELESS, id="1", type=NAME)
     for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):
         fitted = handler.fitted({TASK: path})
         queue = get_settings().queue("default")
-        delivery = Delivery(record, Silent(), queue, "tests", NAMELESS, fitted)
+        delivery = Delivery(record, Silent(), queue, "tests", message, fitted)
         statistics.add([Attempt(delivery, Ending.DEAD)])
     statistics.flush()
-    # Then
+    # Then, and log records say it as well
+    assert facts_of(delivery)["handler"] == "app.tasks.add"
     names = MetricBucket.objects.values_list("handler", flat=True)
     assert {"django.tasks", "app.tasks.add"} <= set(names)
     assert all(name.isprintable() for name in names)

@@ -108,7 +108,7 @@ def test_in_a_stream_of_jobs_and_where_one_writer_is_waited_for_a_look_comes_fir
 
 def test_an_urgent_claim_says_nothing_of_what_is_left(plan: LookPlan) -> None:
     claim(plan, full=True)
-    plan.note_urgent_claim(has_rows=False)
+    plan.note_urgent_claim(has_rows=False, has_others=False)
     assert plan.may_have_more
 
 

@@ -229,7 +229,7 @@ def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
     topic, partition, offset = record.place
     return {
         "job_id": message.job_id or message.id,
-        "handler": message.type or names.text(record.headers, names.TYPE),
+        "handler": delivery.kind or message.type or names.text(record.headers, names.TYPE),
         "queue": delivery.queue.name,
         "attempt": attempt,
         "message_id": message.id,

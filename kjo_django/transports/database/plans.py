@@ -104,10 +104,11 @@ class LookPlan:
             self._next_wait, self.has_all = min(WAIT_TO_BE_WOKEN, self._poll_interval), True
         self._is_woken = False
 
-    def note_urgent_claim(self, *, has_rows: bool) -> None:
-        """Note what a claim of the more urgent has come to; it says nothing of the others."""
+    def note_urgent_claim(self, *, has_rows: bool, has_others: bool) -> None:
+        """Note what a claim of the more urgent has come to, see ``note_claim``; it says nothing of
+        the less urgent."""
         self._claimed_at = self._clock.monotonic()
-        if has_rows:
+        if has_rows or has_others:
             self._next_wait = SHORTEST_WAIT
 
     def note_collision(self) -> None:

@@ -253,11 +253,11 @@ class DatabaseSubscription(LeasedSubscription):
             rows = self._choose(topics, limit, max_bytes, now, below)
             self._take(rows, now)
             large = self._values_of(row.id for row in rows if (row.size or 0) > small)
+        has_others = len(topics) < len(due)
         if below is not None:
-            self._plan.note_urgent_claim(has_rows=bool(rows))
+            self._plan.note_urgent_claim(has_rows=bool(rows), has_others=has_others)
         else:
             is_full = self._is_full(rows, limit, max_bytes)
-            has_others = len(topics) < len(due)
             self._plan.note_claim(has_rows=bool(rows), is_full=is_full, has_others=has_others)
         return [self._record_of(row, large) for row in rows]
 
@@ -284,7 +284,7 @@ class DatabaseSubscription(LeasedSubscription):
     def _record_of(self, row: _Row, large: Mapping[int, bytes]) -> Record:
         value = None
         if row.size is not None:
-            value = large[row.id] if row.id in large else bytes(row.small_value or b"")
+            value = large[row.id] if row.small_value is None else bytes(row.small_value)
         return Record(
             topic=row.topic,
             partition=0,

@@ -314,10 +314,11 @@ class RedisStreamsSubscription(LeasedSubscription):
 
     def _read(self, client: Any, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
         """Read a few entries, waiting for the first; of a backlog as many as are wanted."""
-        active = self._rotated_streams()
+        active = [self._streams[topic] for topic in self._wanted_topics()]
         if max_records <= 0 or not active:
             self._woken.wait(max(0.0, min(SLICE, deadline - time.monotonic())))
             return []
+        active = self._rotated(active)
         if records := self._claim(client, active, max_records, max_bytes):
             return records
         # COUNT is for each stream: divided, so that together they keep to the limit.
@@ -334,15 +335,12 @@ class RedisStreamsSubscription(LeasedSubscription):
                 return records
         return self._wait_for_entries(client, active, few, deadline)
 
-    def _rotated_streams(self) -> list[str]:
-        """Return the streams to read. Each is the first at times: there may be room for no
-        other."""
-        active = [self._streams[topic] for topic in self._wanted_topics()]
-        if len(active) > 1:
-            self._read_count += 1
-            start = self._read_count % len(active)
-            active = active[start:] + active[:start]
-        return active
+    def _rotated(self, active: list[str]) -> list[str]:
+        """Return the streams in the order of this read. Each is the first at times: there may be
+        room for no other."""
+        self._read_count += 1
+        start = self._read_count % len(active)
+        return active[start:] + active[:start]
 
     def _wait_for_entries(
         self, client: Any, active: Sequence[str], few: int, deadline: float
@@ -366,7 +364,7 @@ class RedisStreamsSubscription(LeasedSubscription):
 
         One call looks at ten entries for each that is wanted, the next one at those behind them.
         """
-        if time.monotonic() < self._claim_at:
+        if time.monotonic() < self._claim_at or max_bytes <= 0:
             return []
         records = self._claim_several(client, active, limit, max_bytes)
         if not records and all(self._looked_at[stream] == START for stream in active):
