@@ -97,7 +97,8 @@ class Coordination(abc.ABC):
     False for SQLite, which knows one writer at a time."""
     releases_within: str | None = None
     """The jobs' database, by alias, in whose transaction that makes outcomes durable ``release`` is
-    to be called: it is part of it then, and spares a transaction. None: after the commit."""
+    to be called: what it releases is free when that is committed, and it spares a round trip. None:
+    ``release`` is called after the commit."""
     is_with_jobs: ClassVar[bool] = False
     """Whether it is in the database with the jobs unless its option ``DATABASE`` names another:
     where jobs are in several databases, each has one then."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 
 from kjo_django import states
 from kjo_django.clock import CLOCK
@@ -307,12 +308,14 @@ def load_rows(
     deliveries: Sequence[Delivery],
     marking: Sequence[EventKey] = (),
     at: datetime | None = None,
+    read: Callable[[Sequence[str]], dict[str, JobRow]] | None = None,
 ) -> tuple[set[EventKey], dict[Delivery, JobRow]]:
     """Return the job rows of a group, read in one query, or in two when messages that nobody
     enqueued here are among them.
 
     :param marking: markers to insert first; then the rows are locked.
     :param at: the moment with which they are inserted.
+    :param read: returns the rows of jobs, by their ids, in place of ``Store.job_rows``.
     :returns: which of the markers were new, and the rows.
     """
     store, service = runtime.store, runtime.service
@@ -333,7 +336,8 @@ def load_rows(
     if marking:
         fresh, found = store.insert_markers_and_lock(marking, list(ours.values()), at)
     elif ours:
-        found = store.job_rows(list(ours.values()), lock=False)
+        read = read or partial(store.job_rows, lock=False)
+        found = read(list(ours.values()))
     rows = {delivery: found[id] for delivery, id in ours.items() if id in found}
     if foreign:
         of_failures, open_jobs = store.rows_of_foreign(

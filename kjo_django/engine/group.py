@@ -72,6 +72,7 @@ from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
+from kjo_django.limits.held import Line
 from kjo_django.limits.limiter import Limiter
 from kjo_django.logs import contain_others, get_logger
 from kjo_django.messages import headers as names
@@ -416,13 +417,14 @@ class Pipeline:
             return self._run_claimed(deliveries, running, is_permitted=True)
         ready = {each for each, limits in limited.items() if self.limiter.is_ready(each, limits)}
         asking = [delivery for delivery in limited if delivery not in ready]
-        rows = admission.load_rows(runtime, asking)[1] if asking else {}
+        line = Line(runtime, {limit.name for each in asking for limit in limited[each]})
+        rows = admission.load_rows(runtime, asking, read=line.job_rows)[1] if asking else {}
         for delivery in asking:
             if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
                 self.limiter.give_back([delivery])
                 del limited[delivery]
         new = [delivery for delivery in limited if not delivery.asks_again]
-        found = self.limiter.sort(deliveries, limited, rows, ready)
+        found = self.limiter.sort(deliveries, limited, rows, line, ready)
         running_kinds = Counter(d.kind for d in {*new}.intersection(found.may_run))
         for kind, count in Counter(delivery.kind for delivery in new).items():
             self._on_share(kind, running_kinds[kind], count)

@@ -21,7 +21,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -622,16 +622,24 @@ def initial_state(queue: QueueConf) -> JobState:
     return JobState.QUEUED if is_transactional(queue) else JobState.PENDING
 
 
-def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
+def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf, *, ahead: bool = False) -> None:
     """Send stored jobs of one queue on their way, inside the caller's transaction.
 
     Transactional transport: publish their messages now. Otherwise: wake the relay on commit.
+
+    :param ahead: let those without a key, whose order is nobody's, come before others of their
+        priority, where the transport knows priorities.
     """
     runtime = current_runtime()
     if not is_transactional(queue):
         after_commit(runtime, RELAY_CHANNEL)
         return
     records = [record_of(job, queue, job.available_at) for job in jobs]
+    if ahead:
+        records = [
+            record if job.key else replace(record, priority=record.priority + 1)
+            for record, job in zip(records, jobs, strict=True)
+        ]
     publish(get_transport(queue.transport), records)
     forwarded = [Publication(job, job.destination, None, None) for job in jobs if job.destination]
     if forwarded:

@@ -8,7 +8,7 @@ when they may start. Each job that starts, or ends, releases the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -24,7 +24,7 @@ from kjo_django.models import NEVER, HeldJob, Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.counting import bounded_counts
-from kjo_django.store.rows import JobRow
+from kjo_django.store.rows import JobRow, LineRow
 
 LEAD = 4.0
 """Seconds for which a worker keeps a job that has to wait; one that waits for longer is held."""
@@ -79,26 +79,61 @@ def rows(runtime: Runtime) -> QuerySet[HeldJob]:
     return HeldJob.objects.using(runtime.database)
 
 
-def places_of(runtime: Runtime, ids: Collection[UUID]) -> dict[UUID, Place]:
-    """Return the places of those of the jobs that have one."""
-    found: dict[UUID, Place] = {}
-    for some in _chunks(ids):
-        held = rows(runtime).filter(job_id__in=some)
-        for job_id, *place in held.values_list("job_id", *Place._fields):
-            found[job_id] = Place(*place)
-    return found
+class Line:
+    """What is read of the line for a group: the places of its jobs, and for which of its limits
+    jobs stand in line.
 
-
-def lines(runtime: Runtime, names: Collection[str], *, is_released: bool | None = None) -> set[str]:
-    """Return the limits for which jobs stand in line.
-
-    :param is_released: only those for which jobs do that are released, or that are not.
+    :param names: of these limits.
     """
+
+    def __init__(self, runtime: Runtime, names: Collection[str]) -> None:
+        self._store = runtime.store
+        self._names = list(names)
+        """Those that are not asked for yet."""
+        self._jobs: set[UUID] = set()
+        """The jobs whose places were asked for."""
+        self.places: dict[UUID, Place] = {}
+        """The places of those of the jobs that have one."""
+        self.crowded: set[str] = set()
+        """The limits for which jobs stand in line."""
+
+    def job_rows(self, ids: Sequence[str]) -> dict[str, JobRow]:
+        """Return rows of jobs as ``Store.job_rows`` does; the line is read along with them."""
+        rows: dict[str, JobRow] = {}
+        for some in _chunks(ids):
+            found, line = self._store.job_rows_and_line(some, self._next_names())
+            rows |= found
+            self._note([row.id for row in found.values()], line)
+        return rows
+
+    def read(self, ids: Collection[UUID]) -> None:
+        """Read what was not yet read of the line.
+
+        :param ids: jobs whose rows may have been read in another way.
+        """
+        left = [id for id in ids if id not in self._jobs]
+        while left or self._names:
+            some, left = left[:_NAMES], left[_NAMES:]
+            self._note(some, self._store.read_line(some, self._next_names()))
+
+    def _next_names(self) -> list[str]:
+        some, self._names = self._names[:_NAMES], self._names[_NAMES:]
+        return some
+
+    def _note(self, ids: Iterable[UUID], line: Iterable[LineRow]) -> None:
+        self._jobs.update(ids)
+        for job_id, limit, is_released in line:
+            if job_id is None:
+                self.crowded.add(limit)
+            else:
+                self.places[job_id] = Place(limit, is_released)
+
+
+def lines_to_release(runtime: Runtime, names: Collection[str]) -> set[str]:
+    """Return the limits for which jobs stand in line that are not released."""
     found: set[str] = set()
     for some in _chunks(names):
-        waiting = rows(runtime).filter(limit__in=some).order_by()
-        if is_released is not None:
-            waiting = waiting.filter(is_released=is_released)
+        waiting = rows(runtime).filter(limit__in=some, is_released=False).order_by()
         found.update(waiting.values_list("limit", flat=True).distinct())
     return found
 
@@ -358,7 +393,8 @@ def _send(runtime: Runtime, jobs: Sequence[Job], seconds: float) -> None:
             late = table.filter(pk__in=[job.pk for job in some], state=JobState.QUEUED)
             late.filter(attempts=0).update(state=JobState.PENDING)
             late.filter(attempts__gt=0).update(state=JobState.FAILING)
-        storing.dispatch_jobs(some, queue)
+        # Behind a backlog they would come too late for the moments at which they may start.
+        storing.dispatch_jobs(some, queue, ahead=True)
 
 
 def most_released(wanted: Limit) -> int:

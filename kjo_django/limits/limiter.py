@@ -26,7 +26,7 @@ from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
-from kjo_django.limits.held import LEAD, Held, Place, Start
+from kjo_django.limits.held import LEAD, Held, Line, Place, Start
 from kjo_django.limits.permits import (
     LONGEST_PREPARATION,
     LimitState,
@@ -212,6 +212,7 @@ class Limiter:
         deliveries: Sequence[D],
         limited: Mapping[D, list[Limit]],
         rows: Mapping[D, JobRow],
+        line: Line,
         ready: Collection[D] = (),
     ) -> Sorted[D]:
         """Ask for what the deliveries of a group need.
@@ -219,12 +220,13 @@ class Limiter:
         :param deliveries: claimed, of one queue, in order.
         :param limited: the limits of those that have any.
         :param rows: their jobs' rows.
+        :param line: what was read of the line along with these.
         :param ready: those of them that are ready, which may have none.
         """
         found: Sorted[D] = Sorted(limited)
         asking = {delivery: of for delivery, of in limited.items() if delivery not in ready}
         try:
-            waits: dict[D, Wait] | None = self._ask(asking, rows, found) if asking else {}
+            waits: dict[D, Wait] | None = self._ask(asking, rows, line, found) if asking else {}
         except CoordinationError:
             waits = None
         self._decide(deliveries, asking, rows, waits, found)
@@ -246,6 +248,7 @@ class Limiter:
         self,
         limited: Mapping[D, list[Limit]],
         rows: Mapping[D, JobRow],
+        line: Line,
         found: Sorted[D],
     ) -> dict[D, Wait]:
         """Return for each delivery which of its limits it has to wait for, and how many seconds; 0
@@ -254,13 +257,11 @@ class Limiter:
         :raises CoordinationError: nobody knows. Slots that were taken are given back with the
             leases of their deliveries.
         """
-        runtime = self._runtime
-        found.places = held.places_of(runtime, [rows[d].id for d in limited if d in rows])
+        line.read([rows[d].id for d in limited if d in rows])
+        found.places = line.places
         limited = _first_of_each_job(limited, rows)
         names = {limit.name for limits in limited.values() for limit in limits}
-        crowded = names & {place.limit for place in found.places.values()}
-        if unknown := names - crowded:
-            crowded |= held.lines(runtime, unknown)
+        crowded = names.intersection(line.crowded)
         waits = self._in_line(limited, crowded, rows, found) if crowded else {}
         paced = {
             delivery: rates
@@ -737,7 +738,7 @@ class Limiter:
         from being released is released by ``look_after``."""
         freed = self._leases.take_freed()
         try:
-            for name in held.lines(self._runtime, list(freed), is_released=False):
+            for name in held.lines_to_release(self._runtime, list(freed)):
                 held.release(self._runtime, name, freed[name], 0.0)
         except (DatabaseError, InterfaceError) as error:
             logger.warning("Jobs that wait for a slot are released later: %s", error)

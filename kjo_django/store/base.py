@@ -36,6 +36,7 @@ from kjo_django import states
 from kjo_django.clock import CLOCK
 from kjo_django.models import (
     EventKey,
+    HeldJob,
     Job,
     Lease,
     ProcessedEvent,
@@ -56,6 +57,7 @@ from kjo_django.store.rows import (
     DueJob,
     FollowerRow,
     JobRow,
+    LineRow,
     Place,
     Publication,
     StageRow,
@@ -140,6 +142,23 @@ class Store:
 
     sends_several = False
     """Whether several statements can be sent as one."""
+
+    def execute_last(self, sql: str, values: Sequence[Any]) -> int:
+        """Execute the last statement of the caller's transaction, along with the COMMIT where the
+        database takes several, whatever is returned; return how many rows it has changed."""
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(sql, values)
+            return int(cursor.rowcount)
+
+    def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
+        """Execute a statement in the caller's transaction, by its end at the latest: in one round
+        trip with another one where the database takes several. What it answers is not told.
+
+        :raises DatabaseError: it failed, now or along with the next statement.
+        """
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(sql, values)
+
     committing: tuple[str, ...] = ()
     """Regular expressions for the first words of statements that the server ends a transaction for,
     without being asked to."""
@@ -245,6 +264,28 @@ class Store:
             rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
         found = map(JobRow.read, rows.values_list(*COLUMNS))
         return {row.id_text: row for row in found}
+
+    def job_rows_and_line(
+        self, ids: Sequence[str], names: Sequence[str]
+    ) -> tuple[dict[str, JobRow], Iterable[LineRow]]:
+        """Return what ``job_rows`` does without a lock, and what ``read_line`` does."""
+        return self.job_rows(ids, lock=False), self.read_line(ids, names)
+
+    def read_line(self, ids: Sequence[UUID | str], names: Sequence[str]) -> Iterable[LineRow]:
+        """Return the places of jobs in line, and those of the limits for which any job stands in
+        line.
+
+        :param ids: of jobs; no more than one statement binds, as of ``names``.
+        :param names: of limits.
+        """
+        line = HeldJob.objects.using(self.alias).order_by()
+        found: list[LineRow] = []
+        if ids:
+            found += line.filter(job_id__in=ids).values_list("job_id", "limit", "is_released")
+        if names:
+            crowded = line.filter(limit__in=names).values_list("limit", flat=True).distinct()
+            found += [(None, name, False) for name in crowded]
+        return found
 
     def insert_markers_and_lock(
         self, keys: Sequence[EventKey], ids: Sequence[str], now: datetime | None = None
@@ -770,7 +811,8 @@ class Store:
         return {row.name: row for row in rows.select_for_update()}
 
     def delete_leases(self, names: Sequence[str], token: str) -> None:
-        """Delete the leases that ``token`` still holds, prepared without Django, which is slow.
+        """Delete the leases that ``token`` still holds, prepared without Django, which is slow; in
+        a transaction of the caller's with its commit.
 
         :param names: no more than one statement binds.
         """

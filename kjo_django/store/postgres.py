@@ -32,6 +32,7 @@ from kjo_django.store.rows import (
     DueJob,
     FollowerRow,
     JobRow,
+    LineRow,
     Place,
     Publication,
     StageRow,
@@ -136,7 +137,7 @@ def pass_over(cursor: Any, results: int) -> None:
 
 
 @contextmanager
-def begin_with_first_query(connection: Any) -> Iterator[None]:
+def begin_with_first_query(connection: Any, opening: Sequence[str] = ()) -> Iterator[None]:
     """Send the ``BEGIN`` of a transaction in one round trip with its first query.
 
     To be entered within the outermost ``atomic()``, before any query. psycopg, out of autocommit,
@@ -144,26 +145,32 @@ def begin_with_first_query(connection: Any) -> Iterator[None]:
     into autocommit until Django ends the transaction. Code of projects must not run in it: in
     autocommit Django opens the cursors of ``iterator()`` "with hold", which cannot lock rows. In
     front of a query that must be sent alone, psycopg sends its ``BEGIN`` after all.
+
+    :param opening: statements that come before that query, too.
     """
     wrappers = connection.execute_wrappers
 
     def send(execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
         wrappers.remove(send)
         cursor = context["cursor"].cursor
-        if many or not isinstance(sql, str) or not takes_several(cursor):
-            return execute(sql, params, many, context)
         driver = cursor.connection
-        if driver.pgconn.transaction_status != _IDLE or driver.autocommit:
-            return execute(sql, params, many, context)
-        driver.autocommit = True
-        try:
-            answer = execute(f"{_begin(driver)}; {sql}", params, many, context)
-        finally:
-            if driver.pgconn.transaction_status == _IDLE:
-                # Refused before it began: what comes next must begin a transaction still.
-                driver.autocommit = False
-        pass_over(cursor, 1)
-        return answer
+        if (
+            _goes_along(cursor, sql, params, many)
+            and driver.pgconn.transaction_status == _IDLE
+            and not driver.autocommit
+        ):
+            driver.autocommit = True
+            front = [(text, ()) for text in (_begin(driver), *opening)]
+            try:
+                return _execute_behind(front, execute, sql, params, context)
+            finally:
+                if driver.pgconn.transaction_status == _IDLE:
+                    # Refused before it began: what comes next must begin a transaction still.
+                    driver.autocommit = False
+        with connection.cursor() as own:
+            for text in opening:
+                own.execute(text)
+        return execute(sql, params, many, context)
 
     wrappers.append(send)
     try:
@@ -171,6 +178,56 @@ def begin_with_first_query(connection: Any) -> Iterator[None]:
     finally:
         if send in wrappers:  # no query was executed
             wrappers.remove(send)
+
+
+def _goes_along(cursor: Any, sql: Any, params: Any, many: bool) -> bool:
+    """Return whether a query may be sent as one text with statements in front of it.
+
+    :param cursor: the database's own, inside Django's wrapper.
+    """
+    is_plain = isinstance(sql, str) and not many and not isinstance(params, Mapping)
+    return is_plain and takes_several(cursor)
+
+
+def _execute_behind(
+    front: Sequence[_Statement], execute: Callable[..., Any], sql: str, params: Any, context: Any
+) -> Any:
+    """Execute a query in one round trip with statements in front of it, which answer nothing."""
+    if not params:
+        if params is None:  # no parameter is looked for in it
+            sql = sql.replace("%", "%%")
+        params = ()
+    text = "; ".join([*(statement for statement, _ in front), sql])
+    values = [*(value for _, some in front for value in some), *params]
+    answer = execute(text, values, False, context)
+    for _ in front:  # another wrapper may have passed over results of its own before
+        context["cursor"].cursor.nextset()
+    return answer
+
+
+class _Along:
+    """Statements of one transaction that take no round trip of their own: they go along with its
+    next query, or with its commit."""
+
+    def __init__(self, execute: Callable[[str, Sequence[Any]], Any]) -> None:
+        self._execute = execute
+        self.before: list[_Statement] = []
+        """Those that are sent in front of the next query."""
+        self.after: list[_Statement] = []
+        """Those that are sent behind the commit."""
+
+    def __call__(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        """Execute a query; see ``connection.execute_wrapper``."""
+        if not self.before:
+            return execute(sql, params, many, context)
+        before, self.before = self.before, []
+        if _goes_along(context["cursor"].cursor, sql, params, many):
+            return _execute_behind(before, execute, sql, params, context)
+        for statement in before:
+            self._execute(*statement)
+        return execute(sql, params, many, context)
 
 
 def _begin(driver: Any) -> str:
@@ -212,13 +269,43 @@ class PostgresStore(Store):
             begin it in its own way.
         """
         connection = connections[self.alias]
+        along = _Along(self._execute)
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
-            is_outermost = len(connection.atomic_blocks) == 1
-            sends_begin = is_outermost and not calls_handlers
-            with begin_with_first_query(connection) if sends_begin else nullcontext():
-                if is_outermost and not waits_for_disk:
-                    self._execute(_NO_WAIT_FOR_DISK, ())
+            if len(connection.atomic_blocks) > 1:
                 yield
+                return
+            opening = () if waits_for_disk else (_NO_WAIT_FOR_DISK,)
+            begins = begin_with_first_query(connection, opening)
+            connection.execute_wrappers.append(along)
+            try:
+                with nullcontext() if calls_handlers else begins:
+                    yield
+                if along.before or along.after:
+                    before, along.before = along.before, []
+                    self._execute_all(before, is_last=True)
+            finally:
+                connection.execute_wrappers.remove(along)
+        if along.after:  # not even the COMMIT could take them along
+            self._execute_all(along.after)
+
+    def execute_last(self, sql: str, values: Sequence[Any]) -> int:
+        """Send the COMMIT along with it."""
+        (((changed,),),) = self._execute_all([(sql, values)], is_last=True)
+        return cast("int", changed)
+
+    def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
+        """Send it in front of the next query of a transaction that ``transaction`` has begun."""
+        along = self._along()
+        # What begins a transaction must come first.
+        if along is None or connections[self.alias].connection.info.transaction_status == _IDLE:
+            self._execute(sql, values)
+        else:
+            along.before.append((sql, values))
+
+    def _along(self) -> _Along | None:
+        """Return what takes statements that go along in the present transaction, if it is ours."""
+        wrappers = connections[self.alias].execute_wrappers
+        return next((each for each in wrappers if isinstance(each, _Along)), None)
 
     sends_several = True
     changing = ("set_config", "advisory_lock", "into temp")
@@ -253,9 +340,11 @@ class PostgresStore(Store):
             if not takes_several(cursor.cursor):
                 return [self._execute(*statement) for statement in statements]
             text = "; ".join(sql for sql, _ in statements)
-            if is_last and self._may_commit():
-                text += "; COMMIT"
-            cursor.execute(text, [value for _, values in statements for value in values])
+            values = [value for _, some in statements for value in some]
+            if is_last:
+                end, more = self._ending()
+                text, values = text + end, [*values, *more]
+            cursor.execute(text, values)
             found: list[list[Any]] = []
             for number in range(len(statements)):
                 if number:
@@ -263,11 +352,18 @@ class PostgresStore(Store):
                 found.append(_answer(cursor))
             return found
 
-    def _may_commit(self) -> bool:
-        """Return whether a COMMIT would end the caller's transaction, and none that was open
-        before. Where it is sent, Django's own commit has nothing to do."""
+    def _ending(self) -> _Statement:
+        """Return what ends the text of the last statement: a COMMIT, which Django's own has nothing
+        to do after, and what goes along with it. Nothing where a COMMIT would not end the caller's
+        transaction, or another one that was open before."""
         connection = connections[self.alias]
-        return len(connection.atomic_blocks) == 1 and connection.commit_on_exit
+        if len(connection.atomic_blocks) != 1 or not connection.commit_on_exit:
+            return "", []
+        after: list[_Statement] = []
+        if (along := self._along()) is not None:
+            after, along.after = along.after, []
+        text = "; ".join(["; COMMIT", *(sql for sql, _ in after)])
+        return text, [value for _, values in after for value in values]
 
     # --- Markers of effects -----------------------------------------------------------------------
 
@@ -291,6 +387,24 @@ class PostgresStore(Store):
             read_times_natively(cursor)
             cursor.execute(_ROWS_LOCKED if lock else _ROWS, [text_array(ids)])
             return {row[-1]: JobRow(*row) for row in cursor.fetchall()}
+
+    def job_rows_and_line(
+        self, ids: Sequence[str], names: Sequence[str]
+    ) -> tuple[dict[str, JobRow], Iterable[LineRow]]:
+        """Read both in one round trip, where several statements may be sent as one."""
+        with connections[self.alias].cursor() as cursor:
+            if not takes_several(cursor.cursor):
+                return super().job_rows_and_line(ids, names)
+            read_times_natively(cursor)
+            array = text_array(ids)
+            cursor.execute(f"{_ROWS}; {_LINE}", [array, array, text_array(names)])
+            rows = {row[-1]: JobRow(*row) for row in cursor.fetchall()}
+            cursor.nextset()
+            return rows, cursor.fetchall()
+
+    def read_line(self, ids: Sequence[UUID | str], names: Sequence[str]) -> Iterable[LineRow]:
+        """Read both in one statement."""
+        return self._execute(_LINE, [array_text(ids), text_array(names)])
 
     def insert_markers_and_lock(
         self, keys: Sequence[EventKey], ids: Sequence[str], now: datetime | None = None
@@ -348,11 +462,9 @@ class PostgresStore(Store):
         if not completions:
             return set()
         parameters = self._completion_parameters(completions, now, token)
-        with connections[self.alias].cursor() as cursor:
-            ends = is_last and self._may_commit() and takes_several(cursor.cursor)
-            cursor.execute(f"{_COMPLETE}; COMMIT" if ends else _COMPLETE, parameters)
-            if cursor.rowcount == len(completions):
-                return {one.row.id for one in completions}
+        (((written,),),) = self._execute_all([(_COMPLETE, parameters)], is_last=is_last)
+        if written == len(completions):
+            return {one.row.id for one in completions}
         return self._completed_at(now, completions)
 
     def _completion_parameters(
@@ -478,12 +590,13 @@ class PostgresStore(Store):
         ]
 
     def may_copy(self, count: int) -> bool:
-        """Return whether there are enough rows for COPY, and no query wrapper.
+        """Return whether there are enough rows for COPY, and no query wrapper but ours.
 
         A wrapper, such as the savepoint of a handler, does not see COPY: the rows would survive the
         failure of a handler that enqueues first.
         """
-        return count >= COPY_FROM and not connections[self.alias].execute_wrappers
+        wrappers = connections[self.alias].execute_wrappers
+        return count >= COPY_FROM and all(isinstance(each, _Along) for each in wrappers)
 
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
         """Write all rows by one COPY."""
@@ -591,17 +704,32 @@ class PostgresStore(Store):
         """Take what can be taken in one round trip, its transaction included. How often the leases
         of others were claimed takes another one."""
         now, array = CLOCK.now(), list(names)
-        with self.transaction(durable=True):
-            _, taken = self._execute_all(
-                [(_NO_WAIT_FOR_DISK, ()), (_CLAIM_LEASES, [token, now + ttl, array, now, now])],
-                is_last=True,
-            )
+        with self.transaction(durable=True, waits_for_disk=False):
+            claim = _CLAIM_LEASES, [token, now + ttl, array, now, now]
+            (taken,) = self._execute_all([claim], is_last=True)
         claims = {name: (True, deliveries) for name, deliveries in taken}
         if others := [name for name in names if name not in claims]:
             found = Lease.objects.using(self.alias).filter(name__in=others)
             counts = dict(found.values_list("name", "deliveries"))
             claims |= {name: (False, counts.get(name, 0)) for name in others}
         return claims
+
+    def delete_leases(self, names: Sequence[str], token: str) -> None:
+        """Delete them without waiting for the disk; within a transaction that ``transaction`` has
+        begun, in one round trip with its COMMIT, and behind that.
+
+        :raises DatabaseError: it failed, now or with a COMMIT that has taken effect.
+        """
+        statements: list[_Statement] = [
+            (_NO_WAIT_FOR_DISK, ()),
+            (_DELETE_LEASES, [list(names), token]),
+        ]
+        if (along := self._along()) is not None:
+            along.after += statements
+        elif connections[self.alias].in_atomic_block:
+            self._execute(*statements[-1])
+        else:
+            self._execute_all(statements)
 
     # --- Limits -----------------------------------------------------------------------------------
 
@@ -740,6 +868,13 @@ SELECT {", ".join(COLUMNS)}, id::text FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
 """  # noqa: S608 - names of columns
 _ROWS_LOCKED = f"{_ROWS} FOR NO KEY UPDATE"
+# Of each limit the first row is enough: thousands may stand in line.
+_LINE = """
+SELECT job_id, "limit", is_released FROM kjo_held_job WHERE job_id = ANY(%s::uuid[])
+UNION ALL
+SELECT NULL, name, FALSE FROM unnest(%s::text[]) AS wanted (name)
+WHERE EXISTS (SELECT 1 FROM kjo_held_job WHERE "limit" = wanted.name)
+"""
 
 # Locked in one order first: two workers that want the same rows wait for each other, and no more.
 # What is asked of a row is hidden from the planner in a CASE. Statistics that say that hardly a row
@@ -940,6 +1075,7 @@ ON CONFLICT (name) DO UPDATE SET token = excluded.token, expires_at = excluded.e
     WHERE lease.expires_at <= %s OR lease.token = excluded.token
 RETURNING name, deliveries
 """
+_DELETE_LEASES = "DELETE FROM kjo_lease WHERE name = ANY(%s) AND token = %s"
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
 _READ_WINDOWS = """
 SELECT clock_timestamp(), name, starts FROM kjo_rate_window WHERE name = ANY(%s)

@@ -57,6 +57,11 @@ COLUMNS = tuple(name for name in JobRow.__slots__ if name != "id_text")
 """The columns of ``kjo_job`` that a ``JobRow`` holds."""
 
 
+LineRow = tuple[UUID | None, str, bool]
+"""What is read of the line of a limit: a job, the limit, and whether the job is released; without a
+job, that others stand in line for the limit."""
+
+
 class Place(NamedTuple):
     """Where a job's message was published, and since when."""
 

@@ -17,7 +17,7 @@ from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 263
-MOST_CLASSES = 523
+MOST_CLASSES = 525
 MOST_CORE_LINES = 26_700
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

@@ -13,9 +13,10 @@ import pytest
 from django.db import connections
 from django.utils import timezone
 
+from kjo_django.enqueue.storing import dispatch_jobs
 from kjo_django.limits import held
 from kjo_django.models import NEVER, HeldJob, Job
-from kjo_django.runtime import use_database
+from kjo_django.runtime import get_transport, use_database
 from tests.factories import JobFactory
 from tests.waiting import PATIENCE
 
@@ -73,3 +74,35 @@ def test_no_more_are_on_their_way_than_may_be_however_many_workers_release_them(
         thread.join(PATIENCE)
     assert errors == []
     assert HeldJob.objects.using(alias).filter(is_released=True).count() == MOST
+
+
+def test_released_jobs_come_before_a_backlog_but_not_before_others_of_their_key(
+    alias: str,
+) -> None:
+    """Behind it they would come too late for the moments at which they may start."""
+    # Given a backlog, and behind it two jobs in line, one of which has a key
+    with use_database(alias) as runtime:
+        queue = runtime.settings.queue("emails")
+        backlog, lone, keyed = (
+            JobFactory.build(
+                id=uuid.uuid4(), handler="tests.released", queue=queue.name, key=key, state=state
+            )
+            for key, state in (("", "queued"), ("", "queued"), ("k", "queued"))
+        )
+        with runtime.store.writing():
+            Job.objects.using(alias).bulk_create([backlog, lone, keyed])
+            dispatch_jobs([backlog], queue)
+        HeldJob.objects.using(alias).bulk_create(
+            HeldJob(job_id=job.pk, limit=LIMIT, queue=queue.name, waiting_since=timezone.now())
+            for job in (lone, keyed)
+        )
+        # When they are released
+        assert held.release(runtime, LIMIT, 2, 0.0) == 2
+        # Then a worker gets them in this order, and each once
+        subscription = get_transport(queue.transport).subscribe([queue.topic], "tests.released")
+        try:
+            records = [record for _ in range(3) for record in subscription.poll(1, PATIENCE)]
+        finally:
+            subscription.close()
+    found = [record.headers["kjo-job-id"].decode() for record in records]
+    assert found == [str(job.pk) for job in (lone, backlog, keyed)]

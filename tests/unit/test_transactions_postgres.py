@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
 from django.db import ProgrammingError, connection, transaction
 
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.models import Job, ProcessedEvent
-from kjo_django.store import store_for
+from kjo_django.models import Job, Lease, ProcessedEvent
+from kjo_django.store import postgres, store_for
 from kjo_django.store.postgres import _begin, begin_with_first_query
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -91,6 +93,148 @@ def test_where_nothing_is_asked_nothing_stays_behind():
     with store_for("default").transaction():
         pass
     assert connection.execute_wrappers == before
+
+
+def test_what_says_that_nobody_waits_for_the_disk_takes_no_round_trip(sent):
+    with store_for("default").transaction(waits_for_disk=False):
+        assert asked("SHOW synchronous_commit") == "off"
+    assert sent == ["BEGIN; SET LOCAL synchronous_commit TO off; SHOW synchronous_commit"]
+    assert asked("SHOW synchronous_commit") == "on"
+
+
+def test_it_is_said_also_where_the_first_query_must_be_sent_alone():
+    with store_for("default").transaction(waits_for_disk=False), connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO ledger_entry (job) VALUES (%s)", [])
+        assert asked("SHOW synchronous_commit") == "off"
+
+
+# --- Along with the next query, and with the commit -----------------------------------------------
+
+COUNT = "SELECT count(*) FROM ledger_entry WHERE job LIKE '%'"
+ADD = "INSERT INTO ledger_entry (job, note, created_at) VALUES (%s, '', now())"
+
+
+def test_what_goes_with_the_next_query_takes_no_round_trip(sent):
+    store = store_for("default")
+    with store.transaction():
+        asked("SELECT 1")
+        store.execute_with_next(ADD, ["a%"])
+        store.execute_with_next(ADD, ["b"])
+        assert asked(COUNT) == 2
+        store.execute_with_next(ADD, ["c"])
+    assert sent[1].startswith("INSERT") and sent[1].endswith(COUNT.replace("%", "%%"))
+    assert sent[2] == f"{ADD}; COMMIT"
+    assert len(sent) == 3
+    assert entries() == ["a%", "b", "c"]
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+
+
+def test_what_comes_first_in_a_transaction_or_in_one_of_somebody_elses_is_executed_at_once(sent):
+    store = store_for("default")
+    with store.transaction():
+        store.execute_with_next(ADD, ["a"])
+        assert sent == [f"BEGIN; {ADD}"]
+    with transaction.atomic():
+        store.execute_with_next(ADD, ["b"])
+        assert sent[1:] == [ADD]
+    assert entries() == ["a", "b"]
+
+
+def test_it_is_undone_with_its_transaction():
+    store = store_for("default")
+    with pytest.raises(ZeroDivisionError), store.transaction():
+        asked("SELECT 1")
+        store.execute_with_next(ADD, ["a"])
+        raise ZeroDivisionError
+    with store.transaction():
+        asked("SELECT 1")
+    assert entries() == []
+    assert connection.execute_wrappers == []
+
+
+def test_before_a_query_that_must_be_sent_alone_it_is_sent_alone():
+    store = store_for("default")
+    with store.transaction():
+        asked("SELECT 1")
+        store.execute_with_next(ADD, ["a"])
+        assert [entry.job for entry in Entry.objects.iterator()] == ["a"]
+        store.execute_with_next(ADD, ["b"])
+        with connection.cursor() as cursor:
+            cursor.executemany(ADD, [["c"], ["d"]])
+            store.execute_with_next(ADD, ["e"])
+            cursor.execute("SELECT %(what)s", {"what": "a name"})
+            assert cursor.fetchone() == ("a name",)
+    assert entries() == ["a", "b", "c", "d", "e"]
+
+
+def test_what_a_query_answers_is_its_own_whatever_went_in_front_of_it(bench):
+    """Of a group that has savepoints the last one is released along with it, too."""
+    # Given a group of which one job's row is taken away when all have run
+    jobs = [ledger.write.enqueue(job=name) for name in ("a", "b")]
+    store = store_for("default")
+
+    def take_away(*arguments: Any, **options: Any) -> Any:
+        Job.objects.filter(pk=jobs[0].job_id).delete()
+        store.execute_with_next(ADD, ["along 1"])
+        store.execute_with_next(ADD, ["along 2"])
+        counted.append(complete(*arguments, **options))
+        return counted[-1]
+
+    counted: list[set[UUID]] = []
+    complete, bench.pipeline._runtime.store.complete = store.complete, take_away
+    # When
+    try:
+        bench.run()
+    finally:
+        del bench.pipeline._runtime.store.complete
+    # Then
+    assert counted == [{jobs[1].job_id}]
+    assert entries() == ["a", "along 1", "along 2", "b"]
+
+
+def test_leases_go_behind_the_commit_in_the_same_round_trip(sent):
+    store = store_for("default")
+    store.claim_leases(["a", "b"], "me", timedelta(minutes=1))
+    with store.transaction():
+        asked("SELECT 1")
+        store.delete_leases(["a", "b"], "me")
+        store.execute_last(ADD, ["a"])
+    assert sent[-1].startswith(f"{ADD}; COMMIT; SET LOCAL synchronous_commit TO off; DELETE")
+    assert not Lease.objects.exists()
+    # Also where the commit comes by itself
+    store.claim_leases(["a", "b"], "me", timedelta(minutes=1))
+    with store.transaction():
+        asked("SELECT 1")
+        store.delete_leases(["a", "b"], "me")
+    assert sent[-1].startswith("; COMMIT; SET LOCAL synchronous_commit TO off; DELETE")
+    assert not Lease.objects.exists()
+
+
+def test_leases_stay_where_the_transaction_is_undone():
+    store = store_for("default")
+    store.claim_leases(["a"], "me", timedelta(minutes=1))
+    with pytest.raises(ZeroDivisionError), store.transaction():
+        asked("SELECT 1")
+        store.delete_leases(["a"], "me")
+        raise ZeroDivisionError
+    assert Lease.objects.get().token == "me"
+
+
+def test_what_fails_behind_a_commit_takes_nothing_from_it(monkeypatch):
+    # Given a statement that the server refuses
+    monkeypatch.setattr(postgres, "_DELETE_LEASES", "SELECT %s, %s FROM no_such_table")
+    store = store_for("default")
+    # When
+    with pytest.raises(ProgrammingError), store.transaction():
+        asked("SELECT 1")
+        store.delete_leases(["a"], "me")
+        store.execute_last(ADD, ["a"])
+    # Then
+    assert entries() == ["a"]
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+
+
+# --- Where handlers run ---------------------------------------------------------------------------
 
 
 def test_where_handlers_are_called_psycopg_begins_by_itself(sent):

@@ -92,8 +92,9 @@ class DatabaseCoordination(Coordination):
         self.permits_in_transactions = self.writes_concurrently
         self._thread: ThreadPoolExecutor | None = None
         # Where there is more than one writer the rows would stay locked until the commit, in an
-        # order that claims do not keep.
-        self.releases_within = self.database if self._store.has_one_writer else None
+        # order that claims do not keep, unless they are deleted behind it.
+        with_commit = self._store.has_one_writer or self._store.sends_several
+        self.releases_within = self.database if with_commit else None
         self._cannot_listen: CoordinationError | None = None
         # The first prune at a random moment: not every process of a deployment at once.
         delay = _PRUNE_EVERY * random.random()  # noqa: S311

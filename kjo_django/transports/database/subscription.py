@@ -28,6 +28,7 @@ from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
 from kjo_django.store import store_for
+from kjo_django.store.postgres import array_text
 from kjo_django.store.servers import leave_retired, mend_connection
 from kjo_django.transports.base import (
     AssignedCallback,
@@ -252,7 +253,8 @@ class DatabaseSubscription(LeasedSubscription):
             small = max_bytes // limit
             rows = self._choose(topics, limit, max_bytes, now, below)
             self._take(rows, now)
-            large = self._values_of(row.id for row in rows if (row.size or 0) > small)
+        is_large = [row.id for row in rows if (row.size or 0) > small]
+        large = self._values_of(is_large) if is_large else {}
         has_others = len(topics) < len(due)
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(rows), has_others=has_others)
@@ -265,11 +267,15 @@ class DatabaseSubscription(LeasedSubscription):
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
         this very moment, and taking what is left would let a row overtake an earlier one of its
         key."""
-        moments = map(
-            connections[self._alias].ops.adapt_datetimefield_value, (now + self._lease, now)
-        )
-        ids = [row.id for row in rows]
-        if _change(self._alias, _TAKE, [self._token, *moments], ids) != len(rows):
+        adapt = connections[self._alias].ops.adapt_datetimefield_value
+        until, since = adapt(now + self._lease), adapt(now)
+        ids, store = [row.id for row in rows], store_for(self._alias)
+        if store.sends_several:
+            values = [array_text(ids), since, self._token, until, len(ids)]
+            taken = store.execute_last(_TAKE_ALL, values)
+        else:
+            taken = _change(self._alias, _TAKE, [self._token, until, since], ids)
+        if taken != len(ids):
             raise Collision
 
     def _is_full(self, rows: Sequence[_Row], limit: int, max_bytes: int) -> bool:
@@ -318,7 +324,7 @@ class DatabaseSubscription(LeasedSubscription):
             _unleased(now), topic__in=topics, available_at__lte=now
         )
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-        is_waiting = waiting.exists()
+        is_waiting = len(topics) == 1 or waiting.exists()
         due = [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
         self._plan.note_look(self._clock.monotonic() - started)
         return due
@@ -490,14 +496,16 @@ class DatabaseSubscription(LeasedSubscription):
         _change(self._alias, _DELETE, [self._token], [id for _, id in tokens])
 
     def acknowledge_in_transaction(self, records: Iterable[Record]) -> None:
-        """Delete the records now, on this thread's connection.
+        """Delete the records now, or along with the next statement, on this thread's connection.
 
         Inside ``atomic`` the acknowledgement commits or rolls back with everything else there;
         after a roll-back the records are this consumer's still, to settle in another way.
         """
         if not self._is_closed:
             mine = self._mine(records)
-            self._delete(mine)
+            ids, store = [id for _, id in mine], store_for(self._alias)
+            for statement in _changes(self._alias, _DELETE, [self._token], ids):
+                store.execute_with_next(*statement)
             transaction.on_commit(lambda: self._forget(mine), using=self._alias)
 
     def flush(self) -> None:
@@ -661,6 +669,16 @@ _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s
 WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
 """
+# Which rows are free is known once all of them are locked. So it may be committed unread.
+_TAKE_ALL = """
+WITH free AS MATERIALIZED (
+    SELECT id FROM kjo_transport_message
+    WHERE id = ANY(%s::bigint[]) AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
+    ORDER BY id FOR NO KEY UPDATE
+)
+UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
+WHERE id IN (SELECT id FROM free) AND (SELECT count(*) FROM free) = %s
+"""
 _RENEW = "{update} SET lease_expires_at = %s WHERE lease_token = %s"
 _FREE = "{update} SET lease_token = '', lease_expires_at = NULL WHERE lease_token = %s"
 
@@ -674,17 +692,27 @@ _VERBS_BY_ID = {
 
 
 def _change(alias: str, statement: str, values: list[Any], ids: Iterable[int]) -> int:
-    """Execute it for rows with these ids, which Django would prepare one by one; return how many
-    rows changed. No other row is read, so nobody waits for who has locked another one."""
+    """Execute it for rows with these ids; return how many rows changed."""
     changed = 0
-    connection = connections[alias]
-    begin = statement.format_map(_VERBS_BY_ID if connection.vendor == "mysql" else _VERBS)
-    with connection.cursor() as cursor:
-        for chunk in _batches(alias, ids):
-            places = ", ".join(["%s"] * len(chunk))
-            cursor.execute(f"{begin} AND id IN ({places})", [*values, *chunk])
+    with connections[alias].cursor() as cursor:
+        for sql, parameters in _changes(alias, statement, values, ids):
+            cursor.execute(sql, parameters)
             changed += cursor.rowcount
     return changed
+
+
+def _changes(
+    alias: str, statement: str, values: list[Any], ids: Iterable[int]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield it for rows with these ids, which Django would prepare one by one, with its parameters.
+    No other row is read, so nobody waits for who has locked another one."""
+    is_mysql, takes_array = connections[alias].vendor == "mysql", store_for(alias).sends_several
+    begin = statement.format_map(_VERBS_BY_ID if is_mysql else _VERBS)
+    for chunk in _batches(alias, ids):
+        if takes_array:  # one text for any number: psycopg keeps what it has found out about it
+            yield f"{begin} AND id = ANY(%s::bigint[])", [*values, array_text(chunk)]
+        else:
+            yield f"{begin} AND id IN ({', '.join(['%s'] * len(chunk))})", [*values, *chunk]
 
 
 def _batches(alias: str, ids: Iterable[int]) -> Iterator[list[int]]:
