@@ -421,7 +421,7 @@ class Pipeline:
         rows = admission.load_rows(runtime, asking, read=line.job_rows)[1] if asking else {}
         for delivery in asking:
             if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
-                self.limiter.give_back([delivery])
+                self.limiter.end(delivery)
                 del limited[delivery]
         new = [delivery for delivery in limited if not delivery.asks_again]
         found = self.limiter.sort(deliveries, limited, rows, line, ready)
@@ -710,8 +710,7 @@ class Pipeline:
                     # But for those that have a hook to be called under their leases.
                     durable = [a for a in durable if not a.delivery.handler.observes]
                     settled = [attempt.delivery for attempt in durable]
-                    if self._leases.settle_within(self._runtime.database, settled):
-                        given_up += settled
+                    given_up += self._leases.settle_within(self._runtime.database, settled)
                     recorded += completed
                     if self._receiver is not None and any(map(_step_of, completed)):
                         joined = joined or self._receiver.joined(deliveries, guard)

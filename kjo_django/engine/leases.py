@@ -186,36 +186,40 @@ class LeaseBook:
         if names := [delivery.lease for delivery, owned in left if owned.claims]:
             self.release(names)
 
-    def settle_within(self, using: str, deliveries: Sequence[Delivery]) -> bool:
-        """Give the leases up with the transaction of ``using`` that makes the outcomes durable, and
-        return True; ``forget`` them when it is committed. False: coordination cannot.
+    def settle_within(self, using: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Give leases up with the transaction of ``using`` that makes the outcomes durable, and
+        return whose; ``forget`` them when it is committed. None where coordination cannot, and of
+        deliveries with a slot none: what they do on commit is done in it.
 
         :raises OperationalError: that failed, and the transaction with it. SQLite undoes one by
             itself when a statement meets a full disk; what comes after it would be committed
             without what was before it.
         """
         if self._coordination.releases_within != using:
-            return False
+            return []
         began = self._clock.monotonic()
         # Steps that have joined the transaction were not claimed.
-        names = [delivery.lease for delivery in deliveries if delivery in self.owned]
-        if self._slots:
-            with self._lock:
-                names += [slot for name in names for slot in self._slots.get(name, ())]
+        with self._lock:
+            settled = [
+                each
+                for each in deliveries
+                if each in self.owned and each.lease in self._held and each.lease not in self._slots
+            ]
+        names = [delivery.lease for delivery in settled]
         try:
-            if names := [name for name in names if name in self._held]:
+            if names:
                 self._coordination.release(names, self.token)
         except CoordinationError as error:
             if not is_pristine(connections[using]):
                 raise OperationalError(f"Leases cannot be released: {error}") from error
             self._not_released(names, began, error)
-        return True
+        return settled
 
     def forget(self, deliveries: Iterable[Delivery]) -> None:
         """Renew the leases of these deliveries no longer: they have been given up."""
         names = [each.lease for each in deliveries if self.owned.pop(each, None)]
         with self._lock:
-            for name in (*names, *self._slots_of(names)) if self._slots else names:
+            for name in names:
                 self._held.pop(name, None)
 
     def give_back(self, deliveries: Sequence[Delivery]) -> None:

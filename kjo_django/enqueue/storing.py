@@ -58,6 +58,7 @@ from kjo_django.states import JobState
 from kjo_django.store import Store
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.transports.base import OutgoingRecord, Published, Transport
+from kjo_django.values import MAX_PRIORITY
 
 logger = get_logger("kjo_django")
 
@@ -637,7 +638,7 @@ def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf, *, ahead: bool = False)
     records = [record_of(job, queue, job.available_at) for job in jobs]
     if ahead:
         records = [
-            record if job.key else replace(record, priority=record.priority + 1)
+            replace(record, priority=min(MAX_PRIORITY, record.priority + (not job.key)))
             for record, job in zip(records, jobs, strict=True)
         ]
     publish(get_transport(queue.transport), records)

@@ -604,6 +604,12 @@ class Limiter:
         if with_permit:
             self._permits.give_back(with_permit)
 
+    def end(self, delivery: Delivery) -> None:
+        """Forget a delivery that ends without a run. Its place in line, if its job has one, may be
+        that of a later message."""
+        self.give_back([delivery])
+        delivery.limit_state = None
+
     def forget(self, deliveries: Sequence[Delivery]) -> None:
         """Give back the permits of deliveries that are not this worker's any more, and ask for none
         on their behalf."""

@@ -206,15 +206,15 @@ def _execute_behind(
 
 
 class _Along:
-    """Statements of one transaction that take no round trip of their own: they go along with its
-    next query, or with its commit."""
+    """What takes no round trip of its own in one transaction: it goes along with the next query, or
+    with the commit."""
 
     def __init__(self, execute: Callable[[str, Sequence[Any]], Any]) -> None:
         self._execute = execute
         self.before: list[_Statement] = []
-        """Those that are sent in front of the next query."""
-        self.after: list[_Statement] = []
-        """Those that are sent behind the commit."""
+        """Statements that are sent in front of the next query."""
+        self.leases: list[tuple[list[str], str]] = []
+        """Leases to be deleted when it is committed: their names, and the token that has them."""
 
     def __call__(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
@@ -280,13 +280,13 @@ class PostgresStore(Store):
             try:
                 with nullcontext() if calls_handlers else begins:
                     yield
-                if along.before or along.after:
+                if (along.before or along.leases) and not connection.needs_rollback:
                     before, along.before = along.before, []
                     self._execute_all(before, is_last=True)
             finally:
                 connection.execute_wrappers.remove(along)
-        if along.after:  # not even the COMMIT could take them along
-            self._execute_all(along.after)
+        for names, token in along.leases:  # the COMMIT could not take them along
+            self.delete_leases(names, token)
 
     def execute_last(self, sql: str, values: Sequence[Any]) -> int:
         """Send the COMMIT along with it."""
@@ -295,9 +295,9 @@ class PostgresStore(Store):
 
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
         """Send it in front of the next query of a transaction that ``transaction`` has begun."""
-        along = self._along()
+        along, driver = self._along(), connections[self.alias].connection
         # What begins a transaction must come first.
-        if along is None or connections[self.alias].connection.info.transaction_status == _IDLE:
+        if along is None or driver is None or driver.info.transaction_status == _IDLE:
             self._execute(sql, values)
         else:
             along.before.append((sql, values))
@@ -339,31 +339,33 @@ class PostgresStore(Store):
         with connections[self.alias].cursor() as cursor:
             if not takes_several(cursor.cursor):
                 return [self._execute(*statement) for statement in statements]
-            text = "; ".join(sql for sql, _ in statements)
+            along = self._ending() if is_last else None
+            leases = along.leases if along is not None else []
+            text = "; ".join(
+                [*(sql for sql, _ in statements), *([] if along is None else ["COMMIT"])]
+            )
             values = [value for _, some in statements for value in some]
-            if is_last:
-                end, more = self._ending()
-                text, values = text + end, [*values, *more]
+            for names, token in leases:
+                text += f"; {_DELETE_FREE_LEASES}"
+                values += names, token
             cursor.execute(text, values)
             found: list[list[Any]] = []
             for number in range(len(statements)):
                 if number:
                     cursor.nextset()
                 found.append(_answer(cursor))
+            if along is not None:
+                along.leases = _left_leases(cursor, leases, is_first=not statements)
             return found
 
-    def _ending(self) -> _Statement:
-        """Return what ends the text of the last statement: a COMMIT, which Django's own has nothing
-        to do after, and what goes along with it. Nothing where a COMMIT would not end the caller's
-        transaction, or another one that was open before."""
+    def _ending(self) -> _Along | None:
+        """Return what goes along with the last statement and its COMMIT, which Django's own has
+        nothing to do after; None where a COMMIT would not end the caller's transaction, or another
+        one that was open before."""
         connection = connections[self.alias]
         if len(connection.atomic_blocks) != 1 or not connection.commit_on_exit:
-            return "", []
-        after: list[_Statement] = []
-        if (along := self._along()) is not None:
-            after, along.after = along.after, []
-        text = "; ".join(["; COMMIT", *(sql for sql, _ in after)])
-        return text, [value for _, values in after for value in values]
+            return None
+        return self._along() or _Along(self._execute)
 
     # --- Markers of effects -----------------------------------------------------------------------
 
@@ -715,21 +717,17 @@ class PostgresStore(Store):
         return claims
 
     def delete_leases(self, names: Sequence[str], token: str) -> None:
-        """Delete them without waiting for the disk; within a transaction that ``transaction`` has
-        begun, in one round trip with its COMMIT, and behind that.
-
-        :raises DatabaseError: it failed, now or with a COMMIT that has taken effect.
-        """
-        statements: list[_Statement] = [
-            (_NO_WAIT_FOR_DISK, ()),
-            (_DELETE_LEASES, [list(names), token]),
-        ]
+        """Delete them without waiting for the disk. Within a transaction that ``transaction`` has
+        begun, in one round trip with its COMMIT, and behind that: locks on them would last until
+        then, in an order that claims do not keep. Those that somebody has locked just then are
+        deleted afterwards: nothing that waits, and may be refused for it, follows a COMMIT."""
+        listed = list(names)
         if (along := self._along()) is not None:
-            along.after += statements
+            along.leases.append((listed, token))
         elif connections[self.alias].in_atomic_block:
-            self._execute(*statements[-1])
+            self._execute(_DELETE_LEASES, [listed, token])
         else:
-            self._execute_all(statements)
+            self._execute(_DELETE_LEASES_ALONE, [listed, token])
 
     # --- Limits -----------------------------------------------------------------------------------
 
@@ -925,6 +923,24 @@ _Statement = tuple[str, Sequence[Any]]
 """A statement and its parameters."""
 
 
+def _left_leases(
+    cursor: Any, leases: Sequence[tuple[list[str], str]], *, is_first: bool
+) -> list[tuple[list[str], str]]:
+    """Return those leases of which not all were deleted behind a COMMIT.
+
+    :param cursor: at the result in front of that of the COMMIT.
+    :param is_first: whether the COMMIT was the first of the text.
+    """
+    if not is_first:
+        cursor.nextset()
+    left = []
+    for names, token in leases:
+        cursor.nextset()
+        if cursor.rowcount < len(names):
+            left.append((names, token))
+    return left
+
+
 def _answer(cursor: Any) -> list[Any]:
     """Return the rows of a cursor's present result, or how many rows its statement has changed."""
     return list(cursor.fetchall()) if cursor.description else [(cursor.rowcount,)]
@@ -1076,6 +1092,16 @@ ON CONFLICT (name) DO UPDATE SET token = excluded.token, expires_at = excluded.e
 RETURNING name, deliveries
 """
 _DELETE_LEASES = "DELETE FROM kjo_lease WHERE name = ANY(%s) AND token = %s"
+# Alone in its transaction, which does not wait for the disk then.
+_DELETE_LEASES_ALONE = """
+DELETE FROM kjo_lease USING set_config('synchronous_commit', 'off', true)
+WHERE name = ANY(%s) AND token = %s
+"""
+_DELETE_FREE_LEASES = """
+DELETE FROM kjo_lease USING set_config('synchronous_commit', 'off', true) WHERE name IN (
+    SELECT name FROM kjo_lease WHERE name = ANY(%s) AND token = %s FOR UPDATE SKIP LOCKED
+)
+"""
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
 _READ_WINDOWS = """
 SELECT clock_timestamp(), name, starts FROM kjo_rate_window WHERE name = ANY(%s)

@@ -4,6 +4,7 @@ goes along with its last."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from kjo_django.store.postgres import _begin, begin_with_first_query
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, benched
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
 
@@ -199,14 +201,64 @@ def test_leases_go_behind_the_commit_in_the_same_round_trip(sent):
         asked("SELECT 1")
         store.delete_leases(["a", "b"], "me")
         store.execute_last(ADD, ["a"])
-    assert sent[-1].startswith(f"{ADD}; COMMIT; SET LOCAL synchronous_commit TO off; DELETE")
+    assert sent[-1] == f"{ADD}; COMMIT; {postgres._DELETE_FREE_LEASES}"
     assert not Lease.objects.exists()
     # Also where the commit comes by itself
     store.claim_leases(["a", "b"], "me", timedelta(minutes=1))
     with store.transaction():
         asked("SELECT 1")
         store.delete_leases(["a", "b"], "me")
-    assert sent[-1].startswith("; COMMIT; SET LOCAL synchronous_commit TO off; DELETE")
+    assert sent[-1] == f"COMMIT; {postgres._DELETE_FREE_LEASES}"
+    assert not Lease.objects.exists()
+    assert asked("SHOW synchronous_commit") == "on"
+
+
+def test_leases_that_somebody_has_locked_are_deleted_when_the_commit_is_over():
+    """Nothing behind a COMMIT waits: what is refused for that would hide that it was committed."""
+    # Given a lease that another session has locked
+    store = store_for("default")
+    store.claim_leases(["a", "b"], "me", timedelta(minutes=1))
+    told: list[str] = []
+
+    def settle() -> None:
+        try:
+            with store.transaction():
+                asked("SELECT 1")
+                transaction.on_commit(lambda: told.append("committed"))
+                store.delete_leases(["a", "b"], "me")
+                store.execute_last(ADD, ["a"])
+        finally:
+            connection.close()
+
+    other = connection.copy()
+    other.set_autocommit(False)
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM kjo_lease WHERE name = 'a' FOR UPDATE")
+        # When
+        thread = threading.Thread(target=settle)
+        thread.start()
+        # Then all is committed and told, and the other lease is free
+        wait_until(lambda: told == ["committed"], "It waits for the lock")
+        assert entries() == ["a"]
+        assert set(Lease.objects.values_list("name", flat=True)) == {"a"}
+        other.rollback()
+        # And the lease is, when it is not locked any more
+        thread.join(PATIENCE)
+        assert not Lease.objects.exists()
+    finally:
+        other.close()
+
+
+def test_leases_in_a_transaction_of_somebody_elses_are_part_of_it():
+    store = store_for("default")
+    store.claim_leases(["a"], "me", timedelta(minutes=1))
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        store.delete_leases(["a"], "me")
+        assert not Lease.objects.exists()
+        raise ZeroDivisionError
+    assert Lease.objects.get().token == "me"
+    store.delete_leases(["a"], "me")
     assert not Lease.objects.exists()
 
 
@@ -222,7 +274,7 @@ def test_leases_stay_where_the_transaction_is_undone():
 
 def test_what_fails_behind_a_commit_takes_nothing_from_it(monkeypatch):
     # Given a statement that the server refuses
-    monkeypatch.setattr(postgres, "_DELETE_LEASES", "SELECT %s, %s FROM no_such_table")
+    monkeypatch.setattr(postgres, "_DELETE_FREE_LEASES", "SELECT %s, %s FROM no_such_table")
     store = store_for("default")
     # When
     with pytest.raises(ProgrammingError), store.transaction():

@@ -252,9 +252,9 @@ class DatabaseSubscription(LeasedSubscription):
             now = self._clock.now()
             small = max_bytes // limit
             rows = self._choose(topics, limit, max_bytes, now, below)
+            is_large = [row.id for row in rows if (row.size or 0) > small]
+            large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
-        is_large = [row.id for row in rows if (row.size or 0) > small]
-        large = self._values_of(is_large) if is_large else {}
         has_others = len(topics) < len(due)
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(rows), has_others=has_others)
@@ -304,7 +304,8 @@ class DatabaseSubscription(LeasedSubscription):
         )
 
     def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
-        """Return the values of rows that were leased just now."""
+        """Return the values of rows that are about to be leased. Who settles one of them meanwhile
+        keeps all of them from being leased."""
         rows = TransportMessage.objects.using(self._alias).values_list("id", "value")
         chunks = _batches(self._alias, ids)
         return {

@@ -235,7 +235,7 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     # Given
     coordination_away("claim", "renew", "release", "holders")
     # As one that is elsewhere, which can be away while the database is there.
-    monkeypatch.setattr(LeaseBook, "settle_within", lambda self, using, deliveries: False)
+    monkeypatch.setattr(LeaseBook, "settle_within", lambda self, using, deliveries: [])
     ran = []
 
     def fail_once(job: str) -> None:

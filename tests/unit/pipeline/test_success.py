@@ -168,8 +168,9 @@ def test_who_waits_for_a_job_is_not_kept_waiting_and_a_retry_finds_its_lease_fre
         job.enqueue(job="a")
         bench.run()
     # Then
-    # ... which went with the commit
-    assert held == {"ledger.write": False, "ledger.always_fails": False}
+    # ... which went with the commit, but for MariaDB, where it takes a round trip after it
+    is_later = connection.vendor == "mysql"
+    assert held == {"ledger.write": is_later, "ledger.always_fails": False}
     assert not list(get_coordination().names("CONS:"))
 
 
