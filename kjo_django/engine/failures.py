@@ -206,7 +206,7 @@ def wait_for_handlers(runtime: Runtime, refused: Iterable[Attempt]) -> None:
     for *name, at in waits.values_list("job_id", "generation", "attempt", "failed_at"):
         since.setdefault(tuple(name), at)
     # Jobs of handlers that are known here must not stand in line behind them.
-    held.leave(runtime, ids)
+    held.leave(runtime, {row.id: row.generation for _, row in waiting})
     now = CLOCK.now()
     for attempt, row in waiting:
         known = since.get((row.id, row.generation, row.attempts))

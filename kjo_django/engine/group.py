@@ -421,7 +421,7 @@ class Pipeline:
         rows = admission.load_rows(runtime, asking, read=line.job_rows)[1] if asking else {}
         for delivery in asking:
             if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
-                self.limiter.end(delivery)
+                self.limiter.give_back([delivery])
                 del limited[delivery]
         new = [delivery for delivery in limited if not delivery.asks_again]
         found = self.limiter.sort(deliveries, limited, rows, line, ready)

@@ -8,7 +8,7 @@ when they may start. Each job that starts, or ends, releases the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -190,10 +190,19 @@ def _of(name: str) -> Q:
     return names
 
 
-def leave(runtime: Runtime, ids: Collection[UUID]) -> None:
-    """Take jobs out of the line: they start now."""
-    for some in _chunks(ids):
-        rows(runtime).filter(job_id__in=some)._raw_delete(runtime.database)  # one round trip
+def leave(runtime: Runtime, jobs: Mapping[UUID, int]) -> None:
+    """Take jobs out of the line: they start now, or end.
+
+    :param jobs: the generation of each. The place of a later one stays: the job has been replaced,
+        or requeued, since the message was sent that is at hand.
+    """
+    alike: dict[int, list[UUID]] = {}
+    for id, generation in jobs.items():
+        alike.setdefault(generation, []).append(id)
+    for generation, ids in alike.items():
+        for some in _chunks(ids):
+            left = rows(runtime).filter(job_id__in=some, generation__lte=generation)
+            left._raw_delete(runtime.database)  # one round trip
 
 
 def first_of_keys(

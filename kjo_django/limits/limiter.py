@@ -604,12 +604,6 @@ class Limiter:
         if with_permit:
             self._permits.give_back(with_permit)
 
-    def end(self, delivery: Delivery) -> None:
-        """Forget a delivery that ends without a run. Its place in line, if its job has one, may be
-        that of a later message."""
-        self.give_back([delivery])
-        delivery.limit_state = None
-
     def forget(self, deliveries: Sequence[Delivery]) -> None:
         """Give back the permits of deliveries that are not this worker's any more, and ask for none
         on their behalf."""
@@ -640,14 +634,14 @@ class Limiter:
         """Take out of the line what starts now, and release those that come next."""
         runtime = self._runtime
         placed = {str(id) for id in found.places}
-        starting = []
+        starting: dict[UUID, int] = {}
         for delivery in found.may_run:
             if (state := delivery.limit_state) is None:
                 continue
             state.was_permitted, state.asks_again = delivery in found.limits, False
             job_id = delivery.message.job_id
             if job_id is not None and (state.is_released or job_id in placed):
-                starting.append(UUID(job_id))
+                starting[UUID(job_id)] = delivery.message.generation
         held.leave(runtime, starting)
         self._to_fill.update((limit.name, limit) for limit in found.advanced)
         for limit, wait in self._lines_to_fill(found).items():
