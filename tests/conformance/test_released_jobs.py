@@ -106,3 +106,39 @@ def test_released_jobs_come_before_a_backlog_but_not_before_others_of_their_key(
             subscription.close()
     found = [record.headers["kjo-job-id"].decode() for record in records]
     assert found == [str(job.pk) for job in (lone, backlog, keyed)]
+
+
+def test_what_is_read_of_a_line_is_the_same_however_many_jobs_and_limits_are_asked_for(
+    alias: str,
+) -> None:
+    # Given more jobs and limits than one statement may name, and places of some of them
+    jobs = [
+        JobFactory.build(id=uuid.uuid4(), handler="tests.released", queue="emails")
+        for _ in range(held._NAMES + 50)
+    ]
+    names = [f"RATE:job:tests.line:{number}" for number in range(held._NAMES + 50)]
+    Job.objects.using(alias).bulk_create(jobs)
+    HeldJob.objects.using(alias).bulk_create(
+        HeldJob(
+            job_id=job.pk,
+            limit=names[number],
+            queue="emails",
+            is_released=number % 20 == 0,
+            waiting_since=timezone.now(),
+        )
+        for number, job in enumerate(jobs)
+        if number % 10 == 0
+    )
+    # When they are read, some along with their rows
+    with use_database(alias) as runtime:
+        line = held.Line(runtime, names)
+        rows = line.job_rows([str(job.pk) for job in jobs[:-20]])
+        line.read([job.pk for job in jobs])
+    # Then
+    assert set(rows) == {str(job.pk) for job in jobs[:-20]}
+    assert line.places == {
+        job.pk: held.Place(names[number], number % 20 == 0)
+        for number, job in enumerate(jobs)
+        if number % 10 == 0
+    }
+    assert line.crowded == set(names[::10])

@@ -250,6 +250,35 @@ def test_leases_that_somebody_has_locked_are_deleted_when_the_commit_is_over():
         other.close()
 
 
+def test_where_the_server_binds_parameters_each_statement_is_sent_alone(monkeypatch, sent):
+    # Given a project whose connections take one statement at a time
+    options = {**connection.settings_dict["OPTIONS"], "server_side_binding": True}
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    connection.close()
+    store = store_for("default")
+    job = ledger.write.enqueue(job="a")
+    try:
+        # When
+        with store.transaction(waits_for_disk=False):
+            assert asked("SHOW synchronous_commit") == "off"
+        claimed = store.claim_leases(["a", "b"], "me", timedelta(minutes=1))
+        sent.clear()
+        with store.transaction():
+            asked("SELECT 1")
+            store.execute_with_next(ADD, ["a"])
+            store.delete_leases(["a", "b"], "me")
+            assert store.execute_last(ADD, ["b"]) == 1
+        rows, line = store.job_rows_and_line([str(job.job_id)], ["a limit"])
+    finally:
+        connection.close()
+    # Then all has been done
+    assert claimed == {"a": (True, 1), "b": (True, 1)}
+    assert sent[:4] == ["SELECT 1", ADD, ADD, postgres._DELETE_LEASES_ALONE]
+    assert entries() == ["a", "b"]
+    assert not Lease.objects.exists()
+    assert ([*rows], [*line]) == ([str(job.job_id)], [])
+
+
 def test_leases_in_a_transaction_of_somebody_elses_are_part_of_it():
     store = store_for("default")
     store.claim_leases(["a"], "me", timedelta(minutes=1))
