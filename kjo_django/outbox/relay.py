@@ -289,13 +289,21 @@ class Relay:
     ) -> None:
         """Tell of refusals, once, and of their end; fail what is refused for good, and leave alone
         for a while what takes nothing."""
-        if refused or self._has_told_of_outage:
-            self._has_told_of_outage = bool(refused)
-            self._on_error(refused[0].answer.error if refused else None)
         if refused:
+            self._report(refused[0].answer.error)
             unpublishable.fail(self.runtime, queue, refused)
         if refused or self._queue_backoff or self._topic_backoff:
             self._back_off(queue.name, accepted, refused)
+        if not refused:
+            self._report(None)
+
+    def _report(self, error: str | None) -> None:
+        """Tell of an outage, or of its end: what one queue is refused does not end because another
+        one's records are taken."""
+        is_over = error is None and not self._queue_backoff and not self._topic_backoff
+        if error is not None or (is_over and self._has_told_of_outage):
+            self._has_told_of_outage = error is not None
+            self._on_error(error)
 
     def _back_off(
         self, queue: str, accepted: Sequence[Publication], refused: Sequence[Refusal]
@@ -429,6 +437,8 @@ class Relay:
                     delay = 0.0 if was_called else min(STANDBY, longest)
         except Exception as error:
             return self._pause_after(error, began)
+        if self._failing_since is not None:
+            self._report(None)
         self._failure_delay, self._failing_since = 1.0, None
         self._leases.busy_since = None
         return delay
@@ -442,8 +452,7 @@ class Relay:
         delay = self._failure_delay
         message = "The relay cannot work, trying again in %.0f s: %s"
         logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
-        self._has_told_of_outage = True
-        self._on_error(str(error))
+        self._report(str(error))
         mend_connection(self.runtime.database)
         self._failed_until = self._clock.monotonic() + delay
         self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False

@@ -20,9 +20,9 @@ from typing import Any
 from django.apps import apps
 from django.db import transaction
 from django.db.models import Q, QuerySet
-from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition
@@ -460,7 +460,7 @@ class _Run:
         if self.report.mode is Mode.DELETE:
             return int(letters.order_by()._raw_delete(self._using))
         letters.filter(state=DeadLetterState.OPEN).update(
-            state=DeadLetterState.DISCARDED, closed_at=timezone.now()
+            state=DeadLetterState.DISCARDED, closed_at=CLOCK.now()
         )
         letters.filter(pk__in=[key for key, id in found if self._person.has_id(id)]).update(
             message_id=""
@@ -473,7 +473,7 @@ class _Run:
     def find_messages(self) -> None:
         """Delete messages that wait in the database: those of erased jobs, also of earlier runs,
         copies of dead letters, and, where open work is cancelled, those of other services."""
-        now, rows, own = timezone.now(), TransportMessage.objects.all(), _own_groups()
+        now, rows, own = CLOCK.now(), TransportMessage.objects.all(), _own_groups()
         columns = ("key", "headers", "value", "consumer_group")
         for chunk in self._read("messages", rows, columns, WITH_PAYLOADS):
             gone: list[Any] = []
@@ -543,7 +543,7 @@ class _Run:
             ]
             if not self.report.is_dry_run and keys:
                 events = ProcessedEvent.objects.using(self._using).filter(pk__in=keys)
-                events.update(event_data=None, updated_at=timezone.now())
+                events.update(event_data=None, updated_at=CLOCK.now())
             self._add("processed_events", len(keys))
 
     def find_schedules(self) -> None:
@@ -614,7 +614,7 @@ def start_erasure(
         "reference": reference[:MAX_REFERENCE],
         "found_by": str(person),
     }
-    now = timezone.now().isoformat()
+    now = CLOCK.now().isoformat()
     request = Request(ERASE, person.dump(), now, inputs=inputs).asked_by(actor)
     definition: JobDefinition[..., Any] = JobDefinition(handler).using(queue=operations_queue())
     stored = definition.enqueue(**dataclasses.asdict(request))

@@ -18,6 +18,7 @@ from django.db import connection, models
 from django.utils import timezone
 
 from kjo_django import PermanentError, chain, job, registry
+from kjo_django.clock import CLOCK
 from kjo_django.engine.handler.running import abort_name
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
@@ -361,6 +362,22 @@ def test_messages_of_others_are_kept_unless_open_work_is_cancelled_and_copies_ne
     assert (report.counts, report.kept) == ({"messages": 1}, {"messages_of_others": 1})
     assert erased(EMAIL, cancel=True).counts == {"messages": 1}
     assert list(TransportMessage.objects.all()) == [other]
+
+
+def test_a_message_that_is_being_run_is_kept_also_where_the_hosts_clock_is_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Leases end by the database's clock, which the worker goes by."""
+    # Given a host that is an hour ahead, and a message that is leased for five minutes
+    monkeypatch.setattr(CLOCK, "now", lambda: timezone.now() - timedelta(hours=1), raising=False)
+    leased = {"lease_token": "w", "lease_expires_at": CLOCK.now() + timedelta(minutes=5)}
+    value = json.dumps(of(ADA)).encode()
+    TransportMessage.objects.create(topic="shop", value=value, **leased)
+    # When, then
+    assert erased(EMAIL, cancel=True).kept == {"messages_of_others": 1}
+    # When its lease has ended
+    TransportMessage.objects.update(lease_expires_at=CLOCK.now() - timedelta(seconds=1))
+    assert erased(EMAIL, cancel=True).counts == {"messages": 1}
 
 
 def test_steps_of_an_open_workflow_are_kept_until_it_has_ended(shop: Shop) -> None:

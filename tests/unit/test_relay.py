@@ -730,6 +730,49 @@ def test_a_record_refused_for_good_is_a_dead_letter_and_replayed_when_it_may_be_
     assert DeadLetter.objects.get().state == "replayed"
 
 
+def test_the_end_of_an_outage_is_told_of_also_where_nothing_is_due(relay, monkeypatch):
+    # Given a relay whose database was away for a moment
+    told = []
+    relay = Relay(on_error=told.append)
+
+    def fail(*arguments):
+        raise OperationalError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(relay.runtime.store, "next_due", fail)
+        relay.step()
+    assert told == ["away"]
+    # When it is asked again, and nothing has to be published
+    relay._failed_until = 0.0
+    relay.step()
+    relay.step()
+    # Then
+    assert told == ["away", None]
+
+
+def test_an_outage_of_one_queue_does_not_end_because_another_one_is_served(relay, monkeypatch):
+    # Given a transport that takes no records of one of two queues
+    transport, told = get_transport(), []
+    publish = transport.publish
+
+    def refuse_other(records):
+        is_refused = any(record.topic == "other" for record in records)
+        return [Published(error="away")] * len(records) if is_refused else publish(records)
+
+    relay = Relay(["ledger", "other"], on_error=told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "publish", refuse_other)
+        write.using(queue="other").enqueue(job="refused")
+        relay.publish_due()
+        write.enqueue(job="taken")
+        assert relay.publish_due() == 1
+        assert told == ["away"]
+    # When it takes them again
+    relay._queue_backoff["other"] = (0.0, 1.0)
+    assert relay.publish_due() == 1
+    assert told == ["away", None]
+
+
 def test_records_refused_for_other_reasons_are_other_kinds_of_dead_letters(relay, monkeypatch):
     texts = iter(
         ["Broker: topic 7 is unknown", "Broker: topic 8 is unknown", "Broker: not allowed"]

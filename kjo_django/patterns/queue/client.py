@@ -137,10 +137,10 @@ class Queue:
             raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
         self.name = name
         self.job_type: str = f"queue:{name}"
+        """The handler's name in its jobs."""
         if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
             longest = MAX_TYPE_LENGTH - len("queue:")
             raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
-        """The handler's name in its jobs."""
         attempts = self._checked("max_attempts", max_attempts, values.attempts)
         attempts = attempts or self._checked("max_retries", max_retries, values.attempts)
         concurrency = self._checked("concurrency", concurrency, whole(1))

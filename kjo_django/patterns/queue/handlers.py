@@ -106,7 +106,8 @@ class QueueHandler(registry.Handler):
         return (value,), {}
 
     def max_attempts(self, queue: QueueConf) -> int:
-        """Return the payload that an enqueue would store."""
+        """Return how often a job of this function runs at most: what the queue was made with, or
+        what the settings say for it now."""
         return attempts_in(queue.name, self.options.max_attempts)
 
 
