@@ -241,7 +241,7 @@ class Pipeline:
         """Give back all that deliveries still own."""
         self._leases.give_back(deliveries)
         if self._leases.freed:
-            self.limiter.release_freed()
+            self.limiter.releaser.awake.set()
 
     def _spend(self, deliveries: Iterable[Delivery]) -> None:
         """Let attempts count that end here without an ending, unless another thread has them."""
@@ -434,9 +434,12 @@ class Pipeline:
             for d, row in found.settled
         ]
         if attempts:
-            with runtime.store.writing():
+            with runtime.store.writing(calls_handlers=False):
                 self.limiter.hold(found)
                 recorder.acknowledge_within(attempts)
+                waiting = [attempt.delivery for attempt in attempts]
+                given_up = self._leases.settle_within(runtime.database, waiting)
+            self._leases.forget(given_up)
             deferred += self._finish(attempts)
         self.limiter.start(found)
         if found.may_run:
@@ -1042,8 +1045,18 @@ class Pipeline:
             recorder.complete_open_rows(runtime.database, duplicates)
             failed = [attempt for attempt in writable if attempt.ending in FAILURES]
             failures.record_failures(runtime, failed, self._worker)
+            self._leave_line(failed)
             recorded[:] = [a for a in writable if a.ending is not Ending.DEFERRED]
             recorder.acknowledge_within(recorded)
+
+    def _leave_line(self, attempts: Sequence[Attempt]) -> None:
+        jobs = {
+            attempt.row.id: attempt.row.generation
+            for attempt in attempts
+            if attempt.row is not None and attempt.delivery.limit_state is not None
+        }
+        if jobs:
+            self.limiter.releaser.leave_within(jobs)
 
     # --- Acknowledge, announce, release -----------------------------------------------------------
 
@@ -1084,7 +1097,7 @@ class Pipeline:
             if owning:
                 self._leases.settle(owning)
             if self._leases.freed:
-                self.limiter.release_freed()
+                self.limiter.releaser.awake.set()
         return deferred
 
     def _announce(self, attempts: Sequence[Attempt]) -> None:

@@ -354,6 +354,11 @@ class LeaseBook:
             freed, self.freed = self.freed, Counter()
             return freed
 
+    def note_freed(self, freed: Counter[str]) -> None:
+        """Put back what was taken: nobody has been let start in its place."""
+        with self._lock:
+            self.freed.update(freed)
+
     # --- Leases of dead workers -------------------------------------------------------------------
 
     def release_abandoned(self, names: Sequence[str]) -> set[str]:
@@ -543,12 +548,15 @@ class LeaseBook:
             self._unreleased, self._held, self._slots = set(), {}, {}
         self._release_now(held)
 
-    def renew(self) -> None:
-        """Extend what coordination holds; see ``renew_rows`` for the rest."""
+    def renew(self) -> bool:
+        """Extend what coordination holds; see ``renew_rows`` for the rest. Returns whether
+        coordination has answered: else it is to be asked again soon."""
         with self._lock:
             held = dict(self._held)
-        if not held or self._breaker.is_open():
-            return
+        if not held:
+            return True
+        if self._breaker.is_open():
+            return False
         began, missing = self._clock.monotonic(), set[str]()
         try:
             for ttl in {ttl for ttl, _ in held.values()}:
@@ -562,6 +570,8 @@ class LeaseBook:
         except CoordinationError as error:
             self._breaker.record_failure(began)
             self._warn("Leases not renewed", error)
+            return False
+        return True
 
     def renew_rows(self) -> None:
         """Extend the leases in job rows."""

@@ -154,8 +154,12 @@ def waiting_ids(runtime: Runtime, jobs: Collection[Job]) -> set[UUID]:
 
 
 def released_count(runtime: Runtime, name: str) -> int:
-    """Return how many jobs of a limit are on their way to a worker."""
-    return rows(runtime).filter(limit=name, is_released=True).count()
+    """Return how many jobs of a limit are on their way to a worker, or have started a moment
+    ago."""
+    waiting = Job.objects.using(runtime.database).filter(
+        pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
+    )
+    return rows(runtime).filter(Exists(waiting), limit=name, is_released=True).count()
 
 
 def waiting_counts(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
@@ -190,11 +194,13 @@ def _of(name: str) -> Q:
     return names
 
 
-def leave(runtime: Runtime, jobs: Mapping[UUID, int]) -> None:
+def leave(runtime: Runtime, jobs: Mapping[UUID, int], *, only_released: bool = False) -> None:
     """Take jobs out of the line: they start now, or end.
 
     :param jobs: the generation of each. The place of a later one stays: the job has been replaced,
         or requeued, since the message was sent that is at hand.
+    :param only_released: whether one stays that is not released: the job had started, and has been
+        held again since.
     """
     alike: dict[int, list[UUID]] = {}
     for id, generation in jobs.items():
@@ -202,6 +208,8 @@ def leave(runtime: Runtime, jobs: Mapping[UUID, int]) -> None:
     for generation, ids in alike.items():
         for some in _chunks(ids):
             left = rows(runtime).filter(job_id__in=some, generation__lte=generation)
+            if only_released:
+                left = left.filter(is_released=True)
             left._raw_delete(runtime.database)  # one round trip
 
 
@@ -334,7 +342,7 @@ def fill(runtime: Runtime, name: str, most: int, wait: float, interval: float) -
     :param wait: seconds until the first of them may start, at least.
     :param interval: seconds for which each that is on its way keeps them waiting.
     """
-    with runtime.store.writing():
+    with runtime.store.writing(calls_handlers=False):
         line = rows(runtime).filter(limit=name, is_released=False).order_by("rank", "id")
         if connections[runtime.database].features.has_select_for_update:
             # Another worker that releases jobs of this line has done so, or waits for this one: not
@@ -354,7 +362,7 @@ def release(runtime: Runtime, name: str, count: int, wait: float) -> int:
     :param wait: seconds until the first of them may start.
     """
     released = 0
-    with runtime.store.writing():
+    with runtime.store.writing(calls_handlers=False):
         while released < count:
             paused = rows(runtime).filter(
                 limit=PAUSED, queue=OuterRef("queue"), key=OuterRef("key")

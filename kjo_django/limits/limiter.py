@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -21,7 +20,6 @@ from django.db import DatabaseError, InterfaceError
 
 from kjo_django import registry, states
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import slot_name
 from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
@@ -34,12 +32,12 @@ from kjo_django.limits.permits import (
     Starting,
     limit_state_of,
 )
+from kjo_django.limits.releasing import Releaser, SlotLeases
 from kjo_django.limits.rules import Limit, is_limited, limits_of
 from kjo_django.logs import get_logger
 from kjo_django.messages.headers import Message
-from kjo_django.models import NEVER, HeldJob, Job
+from kjo_django.models import NEVER
 from kjo_django.registry import Handler
-from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.store.servers import mend_connection
 from kjo_django.transports.base import Record
@@ -59,15 +57,6 @@ TRIES = 4
 while they waited for another one."""
 NEVER_HERE = 3 * held.AHEAD
 """Seconds for which no delivery waits in its worker."""
-FILLED_FOR = 1 / 4
-"""Of the time for which jobs of a rate are released ahead, the part after which more are, by a lane
-that starts nothing."""
-LATEST_FILL = 1 / 2
-"""The part after which a lane does so that is about to start others."""
-MOST_LINES = 10_000
-"""Limits for which a worker remembers when it released jobs."""
-LOOKED_AFTER = 500
-"""Limits for which jobs wait, looked after at a time."""
 _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
 
 
@@ -97,17 +86,13 @@ class Delivery(Starting, Protocol):
 D = TypeVar("D", bound=Delivery)
 
 
-class Leases(Protocol):
+class Leases(SlotLeases, Protocol):
     """What is asked of a worker's leases."""
-
-    runtime: Runtime
 
     alive_ttl: timedelta
 
     def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]: ...
     def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]: ...
-    def take_freed(self) -> Counter[str]: ...
-    def release_abandoned(self, names: Sequence[str]) -> set[str]: ...
 
 
 class Wait(NamedTuple):
@@ -163,7 +148,6 @@ class Limiter:
         self.has_limited_queues = any(
             runtime.settings.queue(name).rate is not None for name in registry.queue_names()
         )
-        self._looked_after = ""
         self._permits = Permits(
             leases.permit,
             runtime.clock,
@@ -171,9 +155,7 @@ class Limiter:
             on_earlier=on_earlier,
             on_unused=on_unused_permit,
         )
-        self._filled_at: dict[str, float] = {}
-        self._to_fill: dict[str, Limit] = {}
-        """Whose lines have advanced since, by their names."""
+        self.releaser = Releaser(leases, self._permits)
 
     def limits_of(self, deliveries: Sequence[D]) -> dict[D, list[Limit]]:
         """Return the limits of those of the deliveries that have any."""
@@ -238,7 +220,7 @@ class Limiter:
             found.advanced.update(
                 each
                 for each in limited[delivery]
-                if state.is_released or each.name in self._filled_at
+                if state.is_released or self.releaser.is_filling(each)
             )
         return found
 
@@ -628,88 +610,42 @@ class Limiter:
         """Write what has to wait into its rows, inside the caller's transaction."""
         if found.held:
             queue = found.held[0][0].queue
+            self.releaser.keep(one.row.id for _, one in found.held)
             held.hold(self._runtime, [one for _, one in found.held], queue)
 
     def start(self, found: Sorted[Any]) -> None:
-        """Take out of the line what starts now, and release those that come next."""
-        runtime = self._runtime
-        placed = {str(id) for id in found.places}
-        starting: dict[UUID, int] = {}
+        """Take out of the line what starts now, and let those be released that come next."""
+        released, others = dict[UUID, int](), dict[UUID, int]()
+        places = {str(id): place for id, place in found.places.items()}
         for delivery in found.may_run:
             if (state := delivery.limit_state) is None:
                 continue
             state.was_permitted, state.asks_again = delivery in found.limits, False
-            job_id = delivery.message.job_id
-            if job_id is not None and (state.is_released or job_id in placed):
-                starting[UUID(job_id)] = delivery.message.generation
-        held.leave(runtime, starting)
-        self._to_fill.update((limit.name, limit) for limit in found.advanced)
-        for limit, wait in self._lines_to_fill(found).items():
-            self._fill(limit, wait)
+            # The place of a job that does not run by this message is not its to give away.
+            job_id = delivery.message.job_id if state.was_permitted else None
+            place = places.get(job_id or "")
+            if job_id is None or (place is None and not state.is_released):
+                continue
+            is_released = state.is_released if place is None else place.is_released
+            # One that is not released would be while it runs.
+            leaving = released if is_released else others
+            leaving[UUID(job_id)] = delivery.message.generation
+        held.leave(self._runtime, others)
+        self.releaser.note(released, found.advanced, self._lines_to_fill(found))
 
     def _lines_to_fill(self, found: Sorted[Any]) -> dict[Limit, float]:
-        """Return the limits whose lines are to advance now, and how many seconds it takes at least
-        until the first of each may start."""
-        waits = dict.fromkeys(self._overdue(bool(found.may_run)), 0.0)
-        now = self._runtime.clock.monotonic()
+        """Return the limits of which jobs have got in line, or left it for another one, and when
+        (monotonic) the first of each may start at the earliest."""
+        moments: dict[Limit, float] = {}
         for delivery, one in found.held:
             # Coordination said when it might start, so none of those behind it starts before.
-            told = max(0.0, limit_state_of(delivery).permit_from - now)
-            waits[one.limit] = min(told, waits.get(one.limit, math.inf))
+            told = limit_state_of(delivery).permit_from
+            moments[one.limit] = min(told, moments.get(one.limit, math.inf))
             if (place := found.places.get(one.row.id)) is not None:
                 # In the line that it has left for another one, it was on its way.
                 left = [each for each in found.limits[delivery] if each.name == place.limit]
-                waits |= {each: 0.0 for each in left if each != one.limit}
-        return waits
-
-    def _overdue(self, is_starting: bool) -> list[Limit]:
-        """Return the limits whose lines are to advance now.
-
-        :param is_starting: whether handlers are about to be called, which wait for that.
-        """
-        now, part = self._runtime.clock.monotonic(), LATEST_FILL if is_starting else FILLED_FOR
-        return [
-            limit
-            for name, limit in list(self._to_fill.items())
-            if now - self._filled_at.get(name, -math.inf) >= part * held.covered(limit)
-        ]
-
-    def _fill(self, limit: Limit, wait: float = 0.0) -> None:
-        """Release so many jobs that wait for a limit as may start soon, less those that are on
-        their way.
-
-        :param wait: seconds until the first of them may start, at least.
-        """
-        while len(self._filled_at) >= MOST_LINES:
-            self._filled_at.pop(next(iter(self._filled_at)), None)
-        self._filled_at[limit.name] = self._runtime.clock.monotonic()
-        self._to_fill.pop(limit.name, None)
-        try:
-            is_filled = self._release_next(limit, wait)
-        except (DatabaseError, InterfaceError):
-            self._to_fill.setdefault(limit.name, limit)
-            self._filled_at.pop(limit.name, None)
-            raise
-        if not is_filled:
-            self._filled_at.pop(limit.name, None)
-
-    def _release_next(self, limit: Limit, wait: float) -> bool:
-        """See ``_fill``; return whether others may be left in line."""
-        most, interval = held.most_released(limit), 0.0
-        if limit.rate is not None:
-            waiting = self._permits.waiting_for(limit.pace)
-            most -= sum(1 for state in waiting if not state.is_released)
-            wait = max(wait, self._permits.end_of_line(limit.pace))
-            interval = limit.pace.interval
-        else:
-            names = [slot_name(limit.name, number) for number in range(1, limit.slots + 1)]
-            try:
-                most -= len(self._runtime.coordination.holders(names))
-            except CoordinationError:
-                return True
-        if held.released_count(self._runtime, limit.name) >= most:
-            return True
-        return held.fill(self._runtime, limit.name, most, wait, interval)
+                moments |= {each: 0.0 for each in left if each != one.limit}
+        return moments
 
     def keep_places(self, deliveries: Collection[Delivery]) -> None:
         """Keep the places of those of the deliveries that were permitted to start, should they come
@@ -726,59 +662,13 @@ class Limiter:
         ]
         try:
             if starts:
+                self.releaser.settle_starts()
                 held.keep_places(self._runtime, starts)
         except (DatabaseError, InterfaceError) as error:
             logger.warning(
                 "Should this worker end, %d jobs lose their place: %s", len(starts), error
             )
             mend_connection(self._runtime.database)
-
-    def release_freed(self) -> None:
-        """Release a job for each slot that was given back; raises nothing. What an outage keeps
-        from being released is released by ``look_after``."""
-        freed = self._leases.take_freed()
-        try:
-            for name in held.lines_to_release(self._runtime, list(freed)):
-                held.release(self._runtime, name, freed[name], 0.0)
-        except (DatabaseError, InterfaceError) as error:
-            logger.warning("Jobs that wait for a slot are released later: %s", error)
-            mend_connection(self._runtime.database)
-
-    def has_waiting(self) -> bool:
-        """Return whether any job waits in line."""
-        return held.rows(self._runtime).exists()
-
-    def look_after(self) -> None:
-        """Release jobs that nobody has released: a worker died before it did, a released job was
-        cancelled, slots have expired, or the limit is gone."""
-        runtime = self._runtime
-        heads = held.stalled(runtime, LOOKED_AFTER, self._looked_after)
-        self._looked_after = heads[-1].limit if len(heads) == LOOKED_AFTER else ""
-        jobs = Job.objects.using(runtime.database)
-        rows = {job.pk: job for job in jobs.filter(pk__in=[head.job_id for head in heads])}
-        limits = {
-            head.limit: self._limit_of(head, job, handler)
-            for head in heads
-            if (job := rows.get(head.job_id)) is not None
-            # Of a job whose handler is another worker's, nobody here knows the limits.
-            and (handler := registry.find(job.handler)) is not None
-        }
-        in_force = [limit for limit in limits.values() if limit is not None]
-        if slots := [slot_name(each.name, n + 1) for each in in_force for n in range(each.slots)]:
-            self._leases.release_abandoned(slots)
-        for limit in in_force:
-            self._fill(limit)
-        for name in {name for name, limit in limits.items() if limit is None}:
-            held.release(runtime, name, held.MOST_RELEASED, 0.0)
-        for name in {head.limit for head in heads if head.job_id not in rows}:
-            held.release(runtime, name, 1, 0.0)
-
-    def _limit_of(self, head: HeldJob, job: Job, handler: Handler) -> Limit | None:
-        """Return the limit that a job waits for; None where nothing limits it so any more."""
-        queue = self._runtime.settings.queue(job.queue)
-        payload = bytes(job.payload)
-        limits = limits_of(self._runtime, handler, queue, payload, job.content_type)
-        return next((limit for limit in limits if limit.name == head.limit), None)
 
 
 def _first_of_each_job(

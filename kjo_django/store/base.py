@@ -128,9 +128,12 @@ class Store:
         return transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Run the block in a transaction that will write, whatever it reads first."""
-        with transaction.atomic(using=self.alias):
+    def writing(self, *, calls_handlers: bool = True) -> Iterator[None]:
+        """Run the block in a transaction that will write, whatever it reads first.
+
+        :param calls_handlers: see ``transaction``.
+        """
+        with self.transaction(calls_handlers=calls_handlers):
             self.take_write_lock()
             yield
 

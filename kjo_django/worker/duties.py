@@ -63,6 +63,7 @@ class DutyThread(threading.Thread):
     """Takes the steps of some duties, until it is stopped.
 
     :param on_death: is called where it ends before, by what is no ``Exception``.
+    :param on_thread: is called first in it.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class DutyThread(threading.Thread):
         name: str,
         duties: Sequence[Duty],
         on_death: Callable[[], None] = lambda: None,
+        on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._on_death = on_death
+        self._on_death, self._on_thread = on_death, on_thread
         self._clock, self._database = runtime.clock, runtime.database
         self._duties, self._logged = duties, dict[Duty, tuple[str, float]]()
         self._stopping = threading.Event()
@@ -89,6 +91,7 @@ class DutyThread(threading.Thread):
         set_database(self._database)
         watch_server(self._database)
         try:
+            self._on_thread()
             while not self._stopping.is_set():
                 pause = LONGEST.total_seconds()
                 for duty in self._duties:
@@ -288,14 +291,47 @@ class LimitDuty(LeasedDuty):
     def work(self) -> None:
         """Look, if any job waits; and tell of permits that no later call has told of."""
         self._limiter.report_permits()
-        has_waiting = self._limiter.has_waiting()
+        has_waiting = self._limiter.releaser.has_waiting()
         self.pause = self.SOON if has_waiting else self.SELDOM
         if has_waiting:
             super().work()
 
     def work_on(self, held: list[str]) -> None:
         """Look at the heads of the lines."""
-        self._limiter.look_after()
+        self._limiter.releaser.look_after()
+
+
+class LineDuty(Duty):
+    """Releases jobs that wait for a limit, as those before them start and end in this worker."""
+
+    KEPT_CONNECTED = 5.0
+    """Seconds without anything to do after which its connection is closed: it would be one more for
+    each worker."""
+
+    def __init__(self, runtime: Runtime, limiter: Limiter) -> None:
+        self._clock, self._database = runtime.clock, runtime.database
+        self._releaser = limiter.releaser
+        self._pause = LONGEST.total_seconds()
+
+    def step(self) -> float:
+        """Wait until there is something to do, and do it."""
+        awake, pause = self._releaser.awake, self._pause
+        self._pause = 0.0  # should this be refused
+        kept = min(pause, self.KEPT_CONNECTED)
+        if not self._clock.wait(awake, kept) and pause > kept:
+            connections.close_all()
+            self._clock.wait(awake, pause - kept)
+        leave_retired(self._database)
+        self._pause = self._releaser.step()
+        return 0.0
+
+    def wake(self) -> None:
+        """End the wait, and soon the step."""
+        self._releaser.stop()
+
+    def close(self) -> None:
+        """Do what is due."""
+        self._releaser.close()
 
 
 class LagRecorder(LeasedDuty):

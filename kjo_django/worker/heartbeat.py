@@ -135,9 +135,8 @@ class LifeSign(PeriodicDuty):
         now = self._clock.monotonic()
         self._touch()
         self._leases.show_alive()
-        if now >= self._renew_at:
+        if now >= self._renew_at and self._leases.renew():
             self._renew_at = now + self._renewal
-            self._leases.renew()
 
     def _touch(self) -> None:
         """Write the file for a liveness probe, before anything that an outage could stop: a worker
@@ -204,8 +203,8 @@ class Heartbeat(PeriodicDuty):
         """Do what is due now."""
         now = self._clock.monotonic()
         if now >= self._renew_at:
-            self._renew_at = now + self._renewal
             self._leases.renew_rows()
+            self._renew_at = now + self._renewal
         self._read_controls()
         look_after(self._watch, self._runtime, self._leases.token)
         if now >= self._beat_at:

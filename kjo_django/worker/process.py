@@ -8,6 +8,7 @@
     kjo-alive        sign of life, leases
     kjo-heartbeat    leases in job rows, what operators ask, running jobs, metrics
     kjo-schedules    stores the jobs of periodic schedules
+    kjo-line         jobs that wait for a limit, released as others start and end
     kjo-duties       one worker at a time: jobs whose message is gone, how far behind queues are
 
 Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, ``kjo-loop`` for
@@ -79,6 +80,7 @@ from kjo_django.worker.duties import (
     DutyThread,
     LagRecorder,
     LimitDuty,
+    LineDuty,
     PublishListener,
     Rescuer,
     TopicCheck,
@@ -301,6 +303,15 @@ class Worker:
         self._poller_threads = [
             DutyThread(runtime, f"kjo-poll-{poller.group}", [poller]) for poller in self.pollers
         ]
+        # It locks rows: should this worker freeze, its session is ended as those of lanes are.
+        line = DutyThread(
+            runtime,
+            "kjo-line",
+            [LineDuty(runtime, self.limiter)],
+            on_thread=self._enter_thread,
+        )
+        self._serving_threads = [*self._poller_threads, line]
+        """What lanes need as long as they run groups."""
         self._duty_threads = [DutyThread(runtime, "kjo-duties", asking)]
         if listener.is_needed:
             self._duty_threads.append(DutyThread(runtime, "kjo-listen", [listener]))
@@ -350,7 +361,7 @@ class Worker:
     def _note_dead_threads(self) -> bool:
         """Return whether a thread has died: nobody would do its work, and the worker would show
         signs of life all the same."""
-        threads = [*self.lanes.threads, *self._poller_threads, *self._duty_threads]
+        threads = [*self.lanes.threads, *self._serving_threads, *self._duty_threads]
         threads += [*self._alive_threads, *self._pipeline.threads]
         threads += [self._relay_thread] if self.is_relaying else []
         threads += [] if self._watch.thread is None else [self._watch.thread]
@@ -385,7 +396,7 @@ class Worker:
         self.lanes.start(self.scheduler.lanes)
         if self.is_relaying:
             self._relay_thread.start()
-        for thread in (*self._poller_threads, *self._duty_threads, *self._alive_threads):
+        for thread in (*self._serving_threads, *self._duty_threads, *self._alive_threads):
             thread.start()
         signals.worker_started.send_robust(sender=self.name, worker_id=str(self.id))
 
@@ -418,9 +429,9 @@ class Worker:
             is_drained = self.scheduler.wait_for(None, ABORT_WAIT)
         if not is_drained:
             self.lanes.abandon_all()
-        for thread in self._poller_threads:
+        for thread in self._serving_threads:
             thread.stop()
-        _join(self._poller_threads, LEAVE_WAIT if is_drained else HASTY_WAIT)
+        _join(self._serving_threads, LEAVE_WAIT if is_drained else HASTY_WAIT)
         others: list[threading.Thread] = [*self.lanes.threads, *self._duty_threads]
         if self.is_relaying:
             others.append(self._relay_thread)
@@ -578,7 +589,7 @@ class Worker:
         Retries and delayed jobs that are due later do not count. During an outage nobody knows, and
         the answer is no.
         """
-        if self.scheduler.outstanding:
+        if self.scheduler.outstanding or self.limiter.releaser.is_busy:
             return False
         try:
             names = {queue.name for queue in self.queues}

@@ -98,7 +98,8 @@ class Process:
             lambda poller=poller: self._poll(poller)  # type: ignore[misc]
             for poller in self.worker.pollers
         ]
-        done = [self._step(step) for step in [*steps, self._lanes]]  # each has its turn
+        steps += [self._lanes, self._advance_lines]
+        done = [self._step(step) for step in steps]  # each has its turn
         return any(done)
 
     def _step(self, step: Callable[[], bool]) -> bool:
@@ -128,8 +129,8 @@ class Process:
     def _beat(self) -> bool:
         self.worker.leases.show_alive()
         self.worker.leases.renew()
-        if registry.limited and self.worker.limiter.has_waiting():
-            self.worker.limiter.look_after()
+        if registry.limited and self.worker.limiter.releaser.has_waiting():
+            self.worker.limiter.releaser.look_after()
         return False
 
     def _tick(self) -> bool:
@@ -171,6 +172,12 @@ class Process:
                 self._check()
             self._check()
         return has_run
+
+    def _advance_lines(self) -> bool:
+        """Release what waits for limits, as others start and end."""
+        if registry.limited:
+            self.worker.limiter.releaser.step()
+        return False
 
     # --- Its end ----------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from tests.ledger.models import Entry
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
 from tests.simulation.limited import LIMITS, Limited, limit_of
-from tests.simulation.schedule import FLOWING, THREADS, TICKING, Step
+from tests.simulation.schedule import FLOWING, LIMITING, THREADS, TICKING, Step
 
 QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
@@ -133,6 +133,7 @@ class Simulated(Process):
             "lane": lambda: self.worker.lanes.run_group(0.0),
             "loop": self._run_coroutine,
             "record": self._record,
+            "line": self._advance_lines,
             "tick": self._tick,
         }
         return self._step(steps[name.removesuffix("-2")])
@@ -144,6 +145,7 @@ class Simulated(Process):
         for name in ("lane", "loop", "record"):
             while self.part(name):
                 done.append(True)
+        self.part("line")
         return any(done)
 
     def _beat(self) -> bool:
@@ -213,7 +215,8 @@ class Simulation(World):
         """Leave threads, waits and locks to the schedule."""
         fibers.install(monkeypatch)
         monkeypatch.setattr(LoopRunner, "_call", lambda runner: None)
-        monkeypatch.setattr("kjo_django.engine.recorder.threading", fibers.Threading())
+        for module in ("engine.recorder", "limits.permits", "limits.releasing"):
+            monkeypatch.setattr(f"kjo_django.{module}.threading", fibers.Threading())
         start, join = threading.Thread.start, threading.Thread.join
 
         def start_unless_stepped(thread: threading.Thread) -> None:
@@ -313,9 +316,8 @@ class Simulation(World):
                 self._act(process, step)
 
     def _act(self, process: Simulated, step: Step) -> None:
-        thread = (
-            step.what[0] if step.action == "go" else {**THREADS, **TICKING, **FLOWING}[step.action]
-        )
+        threads = THREADS | LIMITING | TICKING | FLOWING
+        thread = step.what[0] if step.action == "go" else threads[step.action]
         fiber = process.fiber(thread)
         if not fiber.is_busy:
             if step.action == "go":

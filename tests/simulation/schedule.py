@@ -32,6 +32,10 @@ THREADS = {
 """The thread of a process that takes a step of this action."""
 TICKING = {"schedule": "web", "tick": "schedules"}
 """Those of periodic schedules, which are put into some of the schedules that were drawn."""
+LIMITING = {"line": "line"}
+"""That of the lines of limits, which is put into schedules with jobs that have some."""
+RELEASING = ("", "", "commit", "DELETE kjo_held_job", "UPDATE kjo_held_job", "UPDATE kjo_job")
+"""How the names of the calls begin that release jobs that wait in line."""
 FLOWING = dict.fromkeys(("flow", "cancel-step", "cancel-flow", "retry-flow", "discard"), "web")
 """Those of workflows, which are put into other schedules."""
 STEP_KINDS = ("atomic", "database-only", "outside", "async", "coroutine", "batch", "batch-outside")
@@ -153,6 +157,12 @@ def _limited_work(number: int, kinds: Sequence[str], chance: random.Random) -> l
             others = chance.sample(("beat", "lane", "loop", "record"), 1)
             found += [Step("poll", who), Step("poll", who), step]
             found += [Step(each, who) for each in others]
+            advance = Step("line", who)
+            if chance.random() < 0.3:
+                fault, at = chance.choice(CALM).value, chance.choice(RELEASING)
+                advance = replace(advance, fault=fault, at=at, nth=chance.choice(NTH[:5]))
+                going.append(Step("go", who, ("line",)))
+            found.append(advance)
     chance.shuffle(going)
     return [*found, Step("time", seconds=chance.choice((0.1, 0.4, 1.0))), *going]
 

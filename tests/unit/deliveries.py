@@ -134,6 +134,7 @@ class Bench:
         for group in groups:
             running: set[Delivery] = set()
             left = self.pipeline.run(group, running)
+            self.advance_lines()
             with self._has_ended:
                 assert self._has_ended.wait_for(partial(running.issubset, self._ended), 60)
                 left += [delivery for delivery in self._deferred if delivery in running]
@@ -150,6 +151,11 @@ class Bench:
         mine |= {each.message.job_id for each in taken if each.message is not None}
         assert mine.isdisjoint(self.owned())  # another lane may run others meanwhile
         return deferred
+
+    def advance_lines(self) -> None:
+        """Do what a thread of the worker does for the lines of limits."""
+        self.pipeline.limiter.releaser.settle_starts()
+        self.pipeline.limiter.releaser.step()
 
     def owned(self) -> list[str]:
         """Return the leases that the worker renews or whose slots it has, those of deliveries that

@@ -18,7 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError
 from django.utils import timezone
 
-from kjo_django import registry, signals
+from kjo_django import job, registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name
 from kjo_django.engine.group import Pipeline
@@ -28,7 +28,8 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.recorder import Recorder
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.models import DeadLetter, Job, LimitControl, MetricBucket, QueueControl
+from kjo_django.limits import held
+from kjo_django.models import DeadLetter, HeldJob, Job, LimitControl, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
@@ -36,7 +37,7 @@ from kjo_django.outbox.relay import Relay
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.worker import Worker
-from kjo_django.worker.duties import Rescuer
+from kjo_django.worker.duties import LineDuty, Rescuer
 from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
 from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.supervisor import THREAD_DIED
@@ -128,6 +129,39 @@ def test_it_drains_and_ends(transport):
     assert worker.run(until=worker.is_drained) == 0
     assert Entry.objects.count() == 20
     assert worker.is_drained()
+
+
+def test_it_is_not_drained_while_a_slot_that_is_free_again_has_to_let_the_next_start(
+    transport, monkeypatch, forgotten_definitions
+):
+    # Given jobs of one slot, and a thread that releases the next only when the worker was asked
+    # whether it is drained
+    ran: list[int] = []
+
+    @job(name="bench.slotted", queue="ledger", concurrency=1, atomic=False)
+    def slotted(n: int) -> None:
+        if not ran:
+            wait_until(lambda: HeldJob.objects.count() == 3)
+        ran.append(n)
+
+    slotted.enqueue_many({"n": n} for n in range(4))
+    worker, asked = Worker(["ledger"]), threading.Event()
+    release = held.release
+
+    def release_late(*arguments):
+        asked.clear()
+        assert asked.wait(PATIENCE)
+        return release(*arguments)
+
+    def is_drained():
+        is_drained = worker.is_drained()
+        asked.set()
+        return is_drained
+
+    monkeypatch.setattr(held, "release", release_late)
+    # When, then
+    assert worker.run(until=is_drained) == 0
+    assert sorted(ran) == [0, 1, 2, 3]
 
 
 def test_what_is_due_later_does_not_keep_it_from_being_drained():
@@ -431,6 +465,7 @@ def dying(monkeypatch, kind, name):
         (LifeSign, "step", "kjo-alive"),
         (Heartbeat, "step", "kjo-heartbeat"),
         (Rescuer, "step", "kjo-duties"),
+        (LineDuty, "step", "kjo-line"),
         (Ticker, "step", "kjo-schedules"),
         (Recorder, "step", "kjo-recorder"),
         (LoopRunner, "_run", "kjo-loop"),

@@ -15,7 +15,6 @@ which costs the wake-ups and nothing else, unless there is a way around it.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 import time
@@ -44,7 +43,8 @@ from kjo_django.coordination.base import (
     Listener,
     slot_name,
 )
-from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
+from kjo_django.coordination.database.windows import LONGEST_NAME, RateWindows, stored_name
+from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark, RateWindow
 from kjo_django.probing import answer_within
@@ -56,23 +56,14 @@ U = TypeVar("U")
 
 OUTAGES = (OperationalError, InterfaceError, InternalError)
 
-_LONGEST_NAME = 255
 _BATCH = 900
 """Names in one statement, within what SQLite binds."""
 _ASKS = 200
 """Asks for slots in one transaction."""
 _DELIVERIES_KEPT = timedelta(days=1)
-_UNUSED = timedelta(minutes=10)
-"""How long the row of a rate is kept that does not need it any more."""
 _PRUNE_EVERY = 600.0
-_WRITES = 30
-"""How often one call writes the starts of rates that somebody else has written meanwhile."""
 _TRIES = 10
 """How often one call runs a statement that the database breaks off because of a deadlock."""
-
-
-class _ChangedError(Exception):
-    """Somebody else has written the starts of a rate since they were read."""
 
 
 class DatabaseCoordination(Coordination):
@@ -90,6 +81,7 @@ class DatabaseCoordination(Coordination):
         self.supports_wake_ups = self._store.has_notify
         self.writes_concurrently = not self._store.has_one_writer
         self.permits_in_transactions = self.writes_concurrently
+        self._windows = RateWindows(self._store)
         self._thread: ThreadPoolExecutor | None = None
         # Where there is more than one writer the rows would stay locked until the commit, in an
         # order that claims do not keep, unless they are deleted behind it.
@@ -183,14 +175,13 @@ class DatabaseCoordination(Coordination):
         sign: tuple[str, str] | None = None,
         used: Sequence[Used] = (),
     ) -> list[Permit]:
-        """Read what has started and write what starts, by the database's clock, in no transaction:
-        each write names what was read, and both are done again where another one was first. A
-        write waits for the disk: a permit that is forgotten would be given twice.
+        """See ``RateWindows.permit``. It is in no transaction: a permit that is forgotten would be
+        given twice, so the write waits for the disk.
 
         Inside the caller's transaction another thread does so, with a connection of its own; not
         where the database has one writer, which is the caller.
         """
-        action = partial(self._settled, partial(self._permit, asks, used))
+        action = partial(self._settled, partial(self._windows.permit, asks, used))
         if self.permits_in_transactions and connections[self.database].in_atomic_block:
             return self._in_own_thread(action)
         return action()
@@ -209,75 +200,6 @@ class DatabaseCoordination(Coordination):
             thread.submit(connections[self.database].close)
             thread.shutdown(wait=False)
 
-    def _permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
-        paces = {_stored(name): pace for name, pace in paces_of(asks, used).items()}
-        if not paces:
-            return []
-        asked = {_stored(name): pace for name, pace in paces_of(asks, ()).items()}
-        for number in range(_WRITES):
-            if number:
-                time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
-            time_of_day, texts = self._read_windows(sorted(paces))
-            read_at = time.monotonic()
-            now = round(time_of_day.timestamp() * 1e6)
-            known = {pace.name: Starts(texts[name]) for name, pace in paces.items()}
-            answers = permit(asks, known, now, used)
-            changed = {
-                name: (before, after)
-                for name, before in texts.items()
-                if (after := known[paces[name].name].text) != before
-            }
-            # What is only forgotten is forgotten with the next one that counts.
-            is_changed = used or any(answer.stamp for answer in answers)
-            is_changed = is_changed or any(ask.replaces for ask in asks)
-            if not is_changed or self._write_windows(changed, time_of_day, asked):
-                elapsed = time.monotonic() - read_at
-                return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
-        unchanged = CoordinationError("Others have changed these rates each time, too")
-        unchanged.may_have_effect = False
-        raise unchanged
-
-    def _read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
-        """Return the time and the starts of each rate; a name that has no row gets one."""
-        found: dict[str, str] = {}
-        for start in range(0, len(names), _BATCH):
-            some = names[start : start + _BATCH]
-            now, known = self._store.read_windows(some)
-            while missing := [name for name in some if name not in known]:
-                # Not yet expired: whoever prunes at this moment leaves it.
-                rows = [RateWindow(name=name, expires_at=now + _UNUSED) for name in missing]
-                self._store.insert_missing(rows)
-                now, known = self._store.read_windows(some)
-            found |= known
-        return now, found
-
-    def _write_windows(
-        self,
-        changed: Mapping[str, tuple[str, str]],
-        now: datetime,
-        asked: Mapping[str, Pace],
-    ) -> bool:
-        """Write the starts of rates; return False, and write nothing, where those of one are others
-        by now.
-
-        :param changed: what was read and what is to be written, by name.
-        :param asked: the rates that are asked for, and not only told of, by name.
-        """
-        changes: list[tuple[str, str, str, datetime | None]] = []
-        for name, (before, after) in sorted(changed.items()):
-            until = None
-            if (pace := asked.get(name)) is not None:
-                kept = timedelta(seconds=2 * (pace.seconds + pace.interval + pace.ahead))
-                until = now + kept + _UNUSED
-            changes.append((name, before, after, until))
-        try:
-            with nullcontext() if len(changes) <= 1 else self._store.transaction(durable=True):
-                if self._store.write_windows(changes) < len(changes):
-                    raise _ChangedError
-        except _ChangedError:
-            return False
-        return True
-
     def claim_slots(
         self,
         asks: Sequence[tuple[str, int]],
@@ -291,19 +213,19 @@ class DatabaseCoordination(Coordination):
         def claim_of(batch: Sequence[tuple[str, int]]) -> list[str]:
             slots = dict(batch)
             with self._store.transaction(durable=True):
-                self._lock(sorted(map(_stored, slots)))
+                self._lock(sorted(map(stored_name, slots)))
                 now = self.clock.now()
                 free: dict[str, list[str]] = {}
                 for name, count in slots.items():
                     every = [slot_name(name, number) for number in range(1, count + 1)]
-                    stored, taken = list(map(_stored, every)), set[str]()
+                    stored, taken = list(map(stored_name, every)), set[str]()
                     for start in range(0, count, _BATCH):
                         some = self._leases.filter(name__in=stored[start : start + _BATCH])
                         live = some.filter(expires_at__gt=now)
                         taken.update(live.values_list("name", flat=True))
-                    free[name] = [each for each in every if _stored(each) not in taken]
+                    free[name] = [each for each in every if stored_name(each) not in taken]
                 found = [free[name].pop(0) if free[name] else "" for name, _ in batch]
-                self._set({_stored(slot): now + ttl for slot in found if slot}, token)
+                self._set({stored_name(slot): now + ttl for slot in found if slot}, token)
             return found
 
         answers = self._each(asks, claim_of)
@@ -383,7 +305,7 @@ class DatabaseCoordination(Coordination):
         :param statement: takes names in order, as their column holds them.
         :returns: what the statement found, by name as it was given.
         """
-        given = {n if len(n) <= _LONGEST_NAME else _stored(n): n for n in names}
+        given = {n if len(n) <= LONGEST_NAME else stored_name(n): n for n in names}
         waiting = sorted(given)
         found: dict[str, T] = {}
         try:
@@ -412,7 +334,7 @@ class DatabaseCoordination(Coordination):
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
         """Insert or replace, in one statement where the database takes them all."""
         expires_at = self.clock.now() + ttl
-        values = {_stored(name): value for name, value in marks.items()}
+        values = {stored_name(name): value for name, value in marks.items()}
 
         def store(batch: Sequence[str]) -> None:
             # In one order, so that two writers of the same marks cannot deadlock.
@@ -492,14 +414,6 @@ class DatabaseCoordination(Coordination):
             return sum(each._raw_delete(self.database) for each in (marks, leases, windows))
         except OUTAGES as error:
             raise self._lost(error) from error
-
-
-def _stored(name: str) -> str:
-    """Return the name as it is stored: a long name ends in a hash of the whole name."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return f"{name[: _LONGEST_NAME - len(digest) - 1]}:{digest}"
 
 
 class LocalListener(Listener):

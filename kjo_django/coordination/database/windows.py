@@ -1,0 +1,188 @@
+"""The starts of rates in rows of ``kjo_rate_window``: read, counted, and written back where nobody
+else has written them since.
+
+A process that is the only one to use a rate knows what its row says, and by what time the server
+goes: it writes without reading before, which saves every other round trip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
+from kjo_django.exceptions import CoordinationError
+from kjo_django.models import RateWindow
+from kjo_django.store.base import Store
+
+LONGEST_NAME = 255
+"""Characters of a name that are stored."""
+_BATCH = 900
+"""Names in one statement, within what SQLite binds."""
+_UNUSED = timedelta(minutes=10)
+"""How long the row of a rate is kept that does not need it any more."""
+_WRITES = 30
+"""How often one call writes the starts of rates that somebody else has written meanwhile."""
+_KNOWN_FOR = 5.0
+"""Seconds after which the starts of a rate are read again, and the server's time with them."""
+_KNOWN_WITHIN = 1 / 20
+"""Of the window of a rate, how long the answer may have taken that told the server's time: half of
+that may it be wrong by."""
+_MOST_KNOWN = 1_000
+"""Rates of which a process knows what their rows say."""
+
+
+class _ChangedError(Exception):
+    """Somebody else has written the starts of a rate since they were read."""
+
+
+class _Known(NamedTuple):
+    """What the row of a rate said last."""
+
+    starts: str
+    read_at: float
+    """When (monotonic) it was read last."""
+    took: float
+    """Seconds until it was read."""
+    ahead: timedelta
+    """By how much the server's time was ahead of the monotonic clock then, as a time since the
+    epoch: the server's in the middle of the time it took."""
+    is_own: bool
+    """Whether what was read then had been written by this process."""
+
+
+class _Read(NamedTuple):
+    """What a call goes by."""
+
+    now: datetime
+    """The server's time at ``at``."""
+    at: float
+    """Monotonic."""
+    starts: Mapping[str, str]
+    """Of each rate, by the names of their rows."""
+    is_known: bool
+    """Whether nothing was read for it."""
+
+
+class RateWindows:
+    """Gives permits of rates for one process; thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, _Known] = {}
+
+    def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
+        """Answer the asks in order; see ``starts.permit``.
+
+        :raises CoordinationError: others were first, again and again. Nothing has changed.
+        :raises DatabaseError: the database cannot be asked, or does not answer.
+        """
+        paces = {stored_name(name): pace for name, pace in paces_of(asks, used).items()}
+        if not paces:
+            return []
+        asked = {stored_name(name): pace for name, pace in paces_of(asks, ()).items()}
+        for number in range(_WRITES + 1):
+            if number > 1:
+                time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
+            read = (self._recall(paces) if not number else None) or self._read(paces)
+            known = {pace.name: Starts(read.starts[name]) for name, pace in paces.items()}
+            answers = permit(asks, known, round(read.now.timestamp() * 1e6), used)
+            changed = {
+                name: (before, after)
+                for name, before in read.starts.items()
+                if (after := known[paces[name].name].text) != before
+            }
+            # What is only forgotten is forgotten with the next one that counts.
+            is_changed = used or any(answer.stamp for answer in answers)
+            is_changed = is_changed or any(ask.replaces for ask in asks)
+            # Who is told to wait is told so by what others have left.
+            if self._write(changed, read.now, asked) if is_changed else not read.is_known:
+                elapsed = time.monotonic() - read.at
+                return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
+        unchanged = CoordinationError("Others have changed these rates each time, too")
+        unchanged.may_have_effect = False
+        raise unchanged
+
+    def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
+        """Return what this process knows of these rates; None where another one may have used
+        them, or the server's time is not known well enough."""
+        at, ahead = time.monotonic(), timedelta()
+        starts: dict[str, str] = {}
+        for name, pace in sorted(paces.items()):
+            known = self._known.get(name)
+            if known is None or not known.is_own or not 0 <= at - known.read_at < _KNOWN_FOR:
+                return None
+            if known.took > _KNOWN_WITHIN * pace.seconds:
+                return None
+            starts[name], ahead = known.starts, known.ahead
+        return _Read(_EPOCH + ahead + timedelta(seconds=at), at, starts, is_known=True)
+
+    def _read(self, paces: Mapping[str, Pace]) -> _Read:
+        """Return the time and the starts of rates; a name that has no row gets one."""
+        found: dict[str, str] = {}
+        names = sorted(paces)
+        for start in range(0, len(names), _BATCH):
+            some, began = names[start : start + _BATCH], time.monotonic()
+            now, starts = self._store.read_windows(some)
+            while missing := [name for name in some if name not in starts]:
+                # Not yet expired: whoever prunes at this moment leaves it.
+                rows = [RateWindow(name=name, expires_at=now + _UNUSED) for name in missing]
+                self._store.insert_missing(rows)
+                began = time.monotonic()
+                now, starts = self._store.read_windows(some)
+            found |= starts
+        at = time.monotonic()
+        ahead = now - _EPOCH - timedelta(seconds=(began + at) / 2)
+        if len(self._known) + len(found) > _MOST_KNOWN:
+            self._known.clear()
+        for name, text in found.items():
+            before = self._known.get(name)
+            is_own = before is not None and before.starts == text
+            self._known[name] = _Known(text, at, at - began, ahead, is_own)
+        return _Read(now, at, found, is_known=False)
+
+    def _write(
+        self,
+        changed: Mapping[str, tuple[str, str]],
+        now: datetime,
+        asked: Mapping[str, Pace],
+    ) -> bool:
+        """Write the starts of rates; return False, and write nothing, where those of one are others
+        by now.
+
+        :param changed: what was read and what is to be written, by name.
+        :param asked: the rates that are asked for, and not only told of, by name.
+        """
+        changes: list[tuple[str, str, str, datetime | None]] = []
+        for name, (before, after) in sorted(changed.items()):
+            until = None
+            if (pace := asked.get(name)) is not None:
+                kept = timedelta(seconds=2 * (pace.seconds + pace.interval + pace.ahead))
+                until = now + kept + _UNUSED
+            changes.append((name, before, after, until))
+        try:
+            with nullcontext() if len(changes) <= 1 else self._store.transaction(durable=True):
+                if self._store.write_windows(changes) < len(changes):
+                    raise _ChangedError
+        except _ChangedError:
+            return False
+        for name, (_, after) in changed.items():
+            if (known := self._known.get(name)) is not None:
+                self._known[name] = known._replace(starts=after)
+        return True
+
+
+_EPOCH = datetime.fromtimestamp(0, tz=UTC)
+
+
+def stored_name(name: str) -> str:
+    """Return the name as it is stored: a long name ends in a hash of the whole name."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{name[: LONGEST_NAME - len(digest) - 1]}:{digest}"

@@ -1,0 +1,182 @@
+"""The starts of rates in rows, as several processes count them.
+
+Tier: medium, each real engine once: what is promised depends on what an UPDATE says it has changed.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+
+from kjo_django.coordination.database import windows
+from kjo_django.coordination.database.windows import RateWindows, stored_name
+from kjo_django.coordination.starts import Ask, Pace, Used
+from kjo_django.models import RateWindow
+from kjo_django.store import store_for
+
+MOST = 10
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ],
+)
+def alias(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(f"{request.param}_alias")
+    return found
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """A rate of which ten may start at once, and no other within an hour."""
+    pace = Pace(f"RATE:{uuid.uuid4()}", MOST, 3600.0, 360.0, 3600.0)
+    return Ask([pace], 1.0)
+
+
+def given(process: RateWindows, ask: Ask, used: Any = ()) -> int:
+    """Return the stamp of the permit that a process is given; 0: none."""
+    return process.permit([ask], used)[0].stamp
+
+
+def test_a_process_that_is_alone_writes_without_reading_before(alias: str, ask: Ask) -> None:
+    process = RateWindows(store_for(alias))
+    for _ in range(2):  # the second call reads that nobody else has written
+        assert given(process, ask)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert given(process, ask)
+    assert [query["sql"].split()[0] for query in queries] == ["UPDATE"]
+
+
+def test_what_others_have_started_meanwhile_counts(alias: str, ask: Ask) -> None:
+    mine, theirs = RateWindows(store_for(alias)), RateWindows(store_for(alias))
+    stamps = [given(mine, ask) for _ in range(3)]
+    stamps += [given(theirs, ask) for _ in range(3)]
+    stamps += [given(mine, ask) for _ in range(MOST)]
+    stamps += [given(theirs, ask) for _ in range(MOST)]
+    assert len([stamp for stamp in stamps if stamp]) == MOST
+
+
+def test_a_permit_that_another_one_gives_back_is_found_at_once(alias: str, ask: Ask) -> None:
+    # Given a process that has had all but one permit, and another one that has got the last
+    mine, theirs = RateWindows(store_for(alias)), RateWindows(store_for(alias))
+    for _ in range(MOST - 1):
+        assert given(mine, ask)
+    last = given(theirs, ask)
+    assert not given(mine, ask)
+    # When that one gives it back
+    theirs.permit([], [Used(ask.paces, last, None)])
+    # Then
+    assert given(mine, ask)
+
+
+def test_a_row_that_is_gone_is_made_anew(alias: str, ask: Ask) -> None:
+    process = RateWindows(store_for(alias))
+    for _ in range(3):
+        assert given(process, ask)
+    RateWindow.objects.using(alias).all().delete()
+    assert given(process, ask)
+    (text,) = RateWindow.objects.using(alias).values_list("starts", flat=True)
+    assert text.endswith(":1")
+
+
+def test_the_servers_time_is_read_again_after_some_seconds(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = RateWindows(store_for(alias))
+    for _ in range(2):
+        assert given(process, ask)
+    at = time.monotonic()
+    monkeypatch.setattr(windows.time, "monotonic", lambda: at + windows._KNOWN_FOR + 0.1)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert given(process, ask)
+    assert len(queries) > 1
+
+
+@pytest.mark.parametrize(("took", "is_recalled"), [(0.4, True), (0.6, False)])
+def test_a_time_that_took_long_to_tell_is_not_gone_by(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch, took: float, is_recalled: bool
+) -> None:
+    """It may be wrong by so long, and more would start than may."""
+    paces = {stored_name(pace.name): pace._replace(seconds=10.0) for pace in ask.paces}
+    store, now = store_for(alias), [1000.0]
+    read = store.read_windows
+
+    def read_slowly(names: Any) -> Any:
+        now[0] += took
+        return read(names)
+
+    process = RateWindows(store)
+    monkeypatch.setattr(store, "read_windows", read_slowly)
+    monkeypatch.setattr(windows.time, "monotonic", lambda: now[0])
+    for _ in range(3):
+        process._read(paces)
+    assert (process._recall(paces) is not None) == is_recalled
+
+
+def test_the_time_that_is_gone_by_is_right_by_half_of_what_it_took(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = store_for(alias), [1000.0]
+    told = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def read(names: Any) -> tuple[datetime, dict[str, str]]:
+        now[0] += 0.02
+        return told, dict.fromkeys(names, "0")
+
+    process = RateWindows(store)
+    monkeypatch.setattr(store, "read_windows", read)
+    monkeypatch.setattr(store, "write_windows", lambda changes: len(changes))
+    monkeypatch.setattr(windows.time, "monotonic", lambda: now[0])
+    paces = {stored_name(pace.name): pace for pace in ask.paces}
+    for _ in range(2):
+        process._read(paces)
+    now[0] += 1.0
+    recalled = process._recall(paces)
+    assert recalled is not None
+    assert recalled.now == told + timedelta(seconds=1.01)
+
+
+def test_so_many_rates_are_remembered_and_no_more(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "_MOST_KNOWN", 5)
+    process = RateWindows(store_for(alias))
+    (pace,) = ask.paces
+    for number in range(20):
+        other = ask._replace(paces=[pace._replace(name=f"{pace.name}:{number}")])
+        assert [bool(given(process, other)) for _ in range(MOST + 1)] == [True] * MOST + [False]
+        assert len(process._known) <= 5
+
+
+def test_several_rates_of_one_start_are_written_all_or_none(alias: str, ask: Ask) -> None:
+    # Given a process that knows two rates, of which another one has used the second
+    (pace,) = ask.paces
+    other = pace._replace(name=f"{pace.name}:other")
+    mine, theirs = RateWindows(store_for(alias)), RateWindows(store_for(alias))
+    both = ask._replace(paces=[pace, other])
+    for _ in range(2):
+        assert given(mine, both)
+    for _ in range(MOST - 2):
+        assert given(theirs, ask._replace(paces=[other]))
+    # When it asks for both, then neither counts
+    assert not given(mine, both)
+    assert [bool(given(mine, ask)) for _ in range(MOST)] == [True] * (MOST - 2) + [False] * 2
+
+
+def test_what_was_told_of_a_start_is_counted_once(alias: str, ask: Ask) -> None:
+    """Also where the first writing was refused, since another one was first."""
+    mine, theirs = RateWindows(store_for(alias)), RateWindows(store_for(alias))
+    first, _ = given(mine, ask), given(mine, ask)
+    assert given(theirs, ask)
+    # The start came at once, so its permit is as old as the call.
+    assert given(mine, ask, [Used(ask.paces, first, 0.0)])
+    assert [bool(given(mine, ask)) for _ in range(MOST)] == [True] * (MOST - 4) + [False] * 4
