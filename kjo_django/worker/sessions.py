@@ -4,11 +4,11 @@ A worker that is frozen inside a job's transaction (SIGSTOP, a swapping or cut-o
 that transaction open: the marker it inserted makes everybody who runs the job wait, without end.
 So on PostgreSQL the sessions that run handlers bear their worker's token as application name, and
 each worker ends those of workers that are proven dead: no heartbeat in the database and no sign of
-life in coordination. See docs/decisions/0031.
+life in coordination.
 
 Behind a pooler a session is handed on with its name to clients that have none, and they would be
 ended in the worker's place. So there the name is only put before one of the project's own, which
-tells that its clients have names (docs/decisions/0075).
+tells that its clients have names.
 
 Elsewhere nothing can be done from outside: MySQL gives up waiting by itself and the job is tried
 again, SQLite belongs to whoever holds its file.

@@ -1,6 +1,7 @@
 """The tracer: the spans, their parents and their links.
 
-docs/decisions/0059 says why an attempt is a child of the enqueue and not only linked to it.
+An attempt is a child of the enqueue, and not only linked to it: a tool then shows a request with
+its jobs as one trace, while few tools show links.
 """
 
 from __future__ import annotations
