@@ -122,7 +122,7 @@ def test_a_time_that_took_long_to_tell_is_not_gone_by(
     assert (process._recall(paces) is not None) == is_recalled
 
 
-def test_the_time_that_is_gone_by_is_right_by_half_of_what_it_took(
+def test_what_is_known_is_as_old_as_what_is_read(
     alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, now = store_for(alias), [1000.0]
@@ -142,7 +142,9 @@ def test_the_time_that_is_gone_by_is_right_by_half_of_what_it_took(
     now[0] += 1.0
     recalled = process._recall(paces)
     assert recalled is not None
-    assert recalled.now == told + timedelta(seconds=1.01)
+    # As if it had answered after half of what an answer takes.
+    assert recalled.now == told + timedelta(seconds=1.02)
+    assert recalled.at == pytest.approx(now[0] + 0.02)
 
 
 def test_so_many_rates_are_remembered_and_no_more(

@@ -60,9 +60,9 @@ class _Read(NamedTuple):
     """What a call goes by."""
 
     now: datetime
-    """The server's time at ``at``."""
+    """The server's time when it answered."""
     at: float
-    """Monotonic."""
+    """When (monotonic) its answer came."""
     starts: Mapping[str, str]
     """Of each rate, by the names of their rows."""
     is_known: bool
@@ -102,16 +102,20 @@ class RateWindows:
             is_changed = is_changed or any(ask.replaces for ask in asks)
             # Who is told to wait is told so by what others have left.
             if self._write(changed, read.now, asked) if is_changed else not read.is_known:
-                elapsed = time.monotonic() - read.at
+                elapsed = max(0.0, time.monotonic() - read.at)
                 return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
         unchanged = CoordinationError("Others have changed these rates each time, too")
         unchanged.may_have_effect = False
         raise unchanged
 
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
-        """Return what this process knows of these rates; None where another one may have used
-        them, or the server's time is not known well enough."""
-        at, ahead = time.monotonic(), timedelta()
+        """Return what this process knows of these rates, as if it was read now; None where another
+        one may have used them, or the server's time is not known well enough.
+
+        What is read is half as old as it took, and so starts count for that much longer. Without
+        it, more would be measured in a window than may start.
+        """
+        at, ahead, took = time.monotonic(), timedelta(), 0.0
         starts: dict[str, str] = {}
         for name, pace in sorted(paces.items()):
             known = self._known.get(name)
@@ -119,8 +123,9 @@ class RateWindows:
                 return None
             if known.took > _KNOWN_WITHIN * pace.seconds:
                 return None
-            starts[name], ahead = known.starts, known.ahead
-        return _Read(_EPOCH + ahead + timedelta(seconds=at), at, starts, is_known=True)
+            starts[name], ahead, took = known.starts, known.ahead, max(took, known.took)
+        now = _EPOCH + ahead + timedelta(seconds=at + took / 2)
+        return _Read(now, at + took, starts, is_known=True)
 
     def _read(self, paces: Mapping[str, Pace]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
