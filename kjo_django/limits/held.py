@@ -154,12 +154,15 @@ def waiting_ids(runtime: Runtime, jobs: Collection[Job]) -> set[UUID]:
 
 
 def released_count(runtime: Runtime, name: str) -> int:
-    """Return how many jobs of a limit are on their way to a worker, or have started a moment
-    ago."""
-    waiting = Job.objects.using(runtime.database).filter(
-        pk=OuterRef("job_id"), generation=OuterRef("generation"), state__in=states.OPEN
-    )
-    return rows(runtime).filter(Exists(waiting), limit=name, is_released=True).count()
+    """Return how many jobs of a limit are on their way to a worker, or have started a moment ago:
+    their places are deleted a moment later. Those of slots that have ended count no longer, since
+    their slots are free."""
+    released = rows(runtime).filter(limit=name, is_released=True)
+    if name.startswith("SLOT:"):
+        jobs = Job.objects.using(runtime.database).filter(state__in=states.OPEN)
+        mine = jobs.filter(pk=OuterRef("job_id"), generation=OuterRef("generation"))
+        released = released.filter(Exists(mine))
+    return released.count()
 
 
 def waiting_counts(runtime: Runtime, names: Collection[str]) -> dict[str, int]:

@@ -142,9 +142,9 @@ def test_what_is_known_is_as_old_as_what_is_read(
     now[0] += 1.0
     recalled = process._recall(paces)
     assert recalled is not None
-    # As if it had answered after half of what an answer takes.
-    assert recalled.now == told + timedelta(seconds=1.02)
-    assert recalled.at == pytest.approx(now[0] + 0.02)
+    assert recalled.now == told + timedelta(seconds=1.01)
+    # What is read is told half of that after the call began, and starts count from then on.
+    assert recalled.later == pytest.approx(0.01)
 
 
 def test_so_many_rates_are_remembered_and_no_more(

@@ -60,11 +60,15 @@ class _Read(NamedTuple):
     """What a call goes by."""
 
     now: datetime
-    """The server's time when it answered."""
+    """The server's time."""
     at: float
-    """When (monotonic) its answer came."""
+    """When (monotonic) its answer came, or so it would have been."""
     starts: Mapping[str, str]
     """Of each rate, by the names of their rows."""
+    later: float
+    """Seconds by which starts count later than they came. The server's time as it is read is that
+    much ahead of the time of the call; without it, more would be measured in a window than may
+    start."""
     is_known: bool
     """Whether nothing was read for it."""
 
@@ -91,7 +95,10 @@ class RateWindows:
                 time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
             read = (self._recall(paces) if not number else None) or self._read(paces)
             known = {pace.name: Starts(read.starts[name]) for name, pace in paces.items()}
-            answers = permit(asks, known, round(read.now.timestamp() * 1e6), used)
+            told = [
+                one if one.ago is None else one._replace(ago=one.ago - read.later) for one in used
+            ]
+            answers = permit(asks, known, round(read.now.timestamp() * 1e6), told)
             changed = {
                 name: (before, after)
                 for name, before in read.starts.items()
@@ -102,19 +109,15 @@ class RateWindows:
             is_changed = is_changed or any(ask.replaces for ask in asks)
             # Who is told to wait is told so by what others have left.
             if self._write(changed, read.now, asked) if is_changed else not read.is_known:
-                elapsed = max(0.0, time.monotonic() - read.at)
+                elapsed = time.monotonic() - read.at
                 return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
         unchanged = CoordinationError("Others have changed these rates each time, too")
         unchanged.may_have_effect = False
         raise unchanged
 
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
-        """Return what this process knows of these rates, as if it was read now; None where another
-        one may have used them, or the server's time is not known well enough.
-
-        What is read is half as old as it took, and so starts count for that much longer. Without
-        it, more would be measured in a window than may start.
-        """
+        """Return what this process knows of these rates; None where another one may have used
+        them, or the server's time is not known well enough."""
         at, ahead, took = time.monotonic(), timedelta(), 0.0
         starts: dict[str, str] = {}
         for name, pace in sorted(paces.items()):
@@ -124,8 +127,7 @@ class RateWindows:
             if known.took > _KNOWN_WITHIN * pace.seconds:
                 return None
             starts[name], ahead, took = known.starts, known.ahead, max(took, known.took)
-        now = _EPOCH + ahead + timedelta(seconds=at + took / 2)
-        return _Read(now, at + took, starts, is_known=True)
+        return _Read(_EPOCH + ahead + timedelta(seconds=at), at, starts, took / 2, is_known=True)
 
     def _read(self, paces: Mapping[str, Pace]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
@@ -149,7 +151,7 @@ class RateWindows:
             before = self._known.get(name)
             is_own = before is not None and before.starts == text
             self._known[name] = _Known(text, at, at - began, ahead, is_own)
-        return _Read(now, at, found, is_known=False)
+        return _Read(now, at, found, 0.0, is_known=False)
 
     def _write(
         self,
