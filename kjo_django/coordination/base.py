@@ -340,36 +340,40 @@ class ReconnectingListener(Listener):
         missed."""
         deadline = time.monotonic() + timeout
         while not self._closed:
-            now, woken, called = time.monotonic(), False, set[str]()
             try:
-                if self._connection is not None:
-                    # First what the client or TLS has read ahead: the socket is not readable for
-                    # that.
-                    called = self._heard(self._connection)
-                    if not called:
-                        # Both in one wait. Looking now and then would cost time, and CPU of a
-                        # worker that is idle.
-                        longest = min(deadline - now, self.longest_sleep)
-                        descriptor = self._descriptor(self._connection)
-                        woken = self._is_woken_within(longest, descriptor)
-                        called = self._heard(self._connection)
-                elif now < self._retry_at:
-                    woken = self._is_woken_within(min(self._retry_at, deadline) - now)
-                else:
-                    self._connection = self._connect()
-                    self._failures = 0
-                    called = set(self._channels)
+                called, woken = self._wait_once(deadline)
             except self.outages as error:
-                if self._failures == 0:
-                    logger.warning("Lost the listening connection to %s: %s", self._server, error)
-                self._drop_connection()
-                pause = min(_LONGEST_RETRY, 0.1 * 2.0**self._failures)
-                self._failures += 1
-                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+                self._note_outage(error)
                 continue
             if called or woken or time.monotonic() >= deadline:
                 return called
         return set()
+
+    def _wait_once(self, deadline: float) -> tuple[set[str], bool]:
+        """Listen, or connect; return the channels called, and whether ``wake`` was."""
+        now, connection = time.monotonic(), self._connection
+        if connection is None:
+            if now < self._retry_at:
+                return set(), self._is_woken_within(min(self._retry_at, deadline) - now)
+            self._connection = self._connect()
+            self._failures = 0
+            return set(self._channels), False
+        # First what the client or TLS has read ahead: the socket is not readable for that.
+        if called := self._heard(connection):
+            return called, False
+        # Both in one wait. Looking now and then would cost time, and CPU of a worker that is idle.
+        longest = min(deadline - now, self.longest_sleep)
+        woken = self._is_woken_within(longest, self._descriptor(connection))
+        return self._heard(connection), woken
+
+    def _note_outage(self, error: Exception) -> None:
+        """Drop the connection, and let some time pass before another one is made."""
+        if self._failures == 0:
+            logger.warning("Lost the listening connection to %s: %s", self._server, error)
+        self._drop_connection()
+        pause = min(_LONGEST_RETRY, 0.1 * 2.0**self._failures)
+        self._failures += 1
+        self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
 
     def _is_woken_within(self, timeout: float, *descriptors: int) -> bool:
         """Wait for ``wake`` or for a file descriptor that becomes readable.

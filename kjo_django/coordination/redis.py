@@ -46,7 +46,17 @@ from kjo_django.coordination.base import (
     ReconnectingListener,
     slot_name,
 )
-from kjo_django.coordination.starts import FARTHEST, Ask, Permit, Used, paces_of, part_of, reach, us
+from kjo_django.coordination.starts import (
+    FARTHEST,
+    Ask,
+    Pace,
+    Permit,
+    Used,
+    paces_of,
+    part_of,
+    reach,
+    us,
+)
 from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.probing import answer_within
 
@@ -421,20 +431,8 @@ class RedisCoordination(Coordination):
         if not asks and not used:
             return []
         paces = paces_of(asks, used)
-        places = {name: number for number, name in enumerate(paces, start=1)}
         lease, token = sign or ("", "")
-        arguments: list[object] = [token, len(paces_of(asks, ()))]
-        for pace in paces.values():
-            arguments += pace.most, us(pace.seconds), part_of(pace)
-            arguments += us(pace.interval), us(pace.ahead)
-        arguments.append(len(used))
-        for one in used:
-            ago = "never" if one.ago is None else us(one.ago)
-            arguments += one.stamp, ago, len(one.paces)
-            arguments += [places[pace.name] for pace in one.paces]
-        for ask in asks:
-            arguments += us(ask.lasts), reach(ask), ask.replaces, len(ask.paces)
-            arguments += [places[pace.name] for pace in ask.paces]
+        arguments = [token, len(paces_of(asks, ())), *_permit_arguments(paces, asks, used)]
         keys = [f"{_STARTS}{name}" for name in paces]
         answers = self._run(_PERMIT, self._keys([*keys, lease]), *arguments)
         if asks and not answers:
@@ -562,6 +560,27 @@ class RedisCoordination(Coordination):
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names] if self._prefix else list(names)
+
+
+def _permit_arguments(
+    paces: Mapping[str, Pace], asks: Sequence[Ask], used: Sequence[Used]
+) -> list[object]:
+    """Return what the script is told of rates, of permits that were used, and of what is asked
+    for: each names its rates by their numbers, from 1."""
+    places = {name: number for number, name in enumerate(paces, start=1)}
+    arguments: list[object] = []
+    for pace in paces.values():
+        arguments += pace.most, us(pace.seconds), part_of(pace)
+        arguments += us(pace.interval), us(pace.ahead)
+    arguments.append(len(used))
+    for one in used:
+        ago = "never" if one.ago is None else us(one.ago)
+        arguments += one.stamp, ago, len(one.paces)
+        arguments += [places[pace.name] for pace in one.paces]
+    for ask in asks:
+        arguments += us(ask.lasts), reach(ask), ask.replaces, len(ask.paces)
+        arguments += [places[pace.name] for pace in ask.paces]
+    return arguments
 
 
 @cache

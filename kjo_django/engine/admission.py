@@ -6,15 +6,18 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from uuid import UUID
 
 from kjo_django import states
 from kjo_django.clock import CLOCK
+from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason, RefusedRecord
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.messages.headers import Message, message_id
 from kjo_django.models import DeadLetterReason, EventKey
 from kjo_django.runtime import Runtime
+from kjo_django.store.base import Store
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
 from kjo_django.workflows.step_context import contexts
 
@@ -49,25 +52,44 @@ def admit_group(
     """
     runtime, now = leases.runtime, marks_at or CLOCK.now()
     keys = [delivery.key for delivery in deliveries]
-    fresh, rows = load_rows(runtime, deliveries, keys if marks_at else (), marks_at)
-    if marks_at and len(fresh) < len(keys):
-        _refuse_marked_ahead(fresh, rows)
-    if not marks_at:
-        asked = [d.key for d in deliveries if d not in rows or not is_next_attempt(d, rows[d])]
-        fresh = set(keys) - runtime.store.known_markers(asked)
+    if marks_at is None:
+        fresh, rows = _load_unmarked(runtime, deliveries)
+    else:
+        fresh, rows = load_rows(runtime, deliveries, keys, marks_at)
+        if len(fresh) < len(keys):
+            _refuse_marked_ahead(fresh, rows)
     attempts, steps = [], []
     for delivery, key in zip(deliveries, keys, strict=True):
         row, is_fresh = rows.get(delivery), key in fresh
         attempt = admit(delivery, row, is_fresh=is_fresh, leases=leases, now=now)
-        attempt.key, attempt.is_marked = key, bool(marks_at) and is_fresh
+        attempt.key, attempt.is_marked = key, marks_at is not None and is_fresh
         attempts.append(attempt)
         if row is not None and row.stage_id is not None and attempt.ending is None:
             steps.append((attempt, row.id, row.stage_id))
     if steps:
-        found = contexts(runtime, [(id, stage) for _, id, stage in steps])
-        for attempt, id, _ in steps:
-            attempt.step = found.get(id)
+        _load_steps(runtime, steps)
     return attempts
+
+
+def _load_steps(runtime: Runtime, steps: Sequence[tuple[Attempt, UUID, UUID]]) -> None:
+    """Give attempts of steps of workflows what they may ask of these.
+
+    :param steps: with the ids of their jobs and of their stages.
+    """
+    found = contexts(runtime, [(id, stage) for _, id, stage in steps])
+    for attempt, id, _ in steps:
+        attempt.step = found.get(id)
+
+
+def _load_unmarked(
+    runtime: Runtime, deliveries: Sequence[Delivery]
+) -> tuple[set[EventKey], dict[Delivery, JobRow]]:
+    """Return which deliveries have no marker, and the rows; of the next attempt of a job no marker
+    is asked for."""
+    _, rows = load_rows(runtime, deliveries)
+    asked = [d.key for d in deliveries if d not in rows or not is_next_attempt(d, rows[d])]
+    known = runtime.store.known_markers(asked)
+    return {delivery.key for delivery in deliveries} - known, rows
 
 
 def _refuse_marked_ahead(fresh: Collection[EventKey], rows: Mapping[Delivery, JobRow]) -> None:
@@ -340,11 +362,28 @@ def load_rows(
         found = read(list(ours.values()))
     rows = {delivery: found[id] for delivery, id in ours.items() if id in found}
     if foreign:
-        of_failures, open_jobs = store.rows_of_foreign(
-            deliveries[0].queue.retries, set(foreign.values()), set(named.values())
-        )
-        for delivery, name in foreign.items():
-            row = of_failures.get(name) or open_jobs.get(named.get(delivery, ""))
-            if row is not None:
-                rows[delivery] = row
+        rows |= _rows_of_foreign(store, deliveries[0].queue, foreign, named)
     return fresh, rows
+
+
+def _rows_of_foreign(
+    store: Store,
+    queue: QueueConf,
+    foreign: Mapping[Delivery, str],
+    named: Mapping[Delivery, str],
+) -> dict[Delivery, JobRow]:
+    """Return the rows that failures of messages of others have left, or open jobs of ours that have
+    their names.
+
+    :param foreign: the names of the rows.
+    :param named: the ids of jobs that some of them have as names.
+    """
+    of_failures, open_jobs = store.rows_of_foreign(
+        queue.retries, set(foreign.values()), set(named.values())
+    )
+    rows: dict[Delivery, JobRow] = {}
+    for delivery, name in foreign.items():
+        row = of_failures.get(name) or open_jobs.get(named.get(delivery, ""))
+        if row is not None:
+            rows[delivery] = row
+    return rows

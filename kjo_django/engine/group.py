@@ -73,12 +73,14 @@ from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.limits.held import Line
-from kjo_django.limits.limiter import Limiter
+from kjo_django.limits.limiter import Limiter, Sorted
+from kjo_django.limits.rules import Limit
 from kjo_django.logs import contain_others, get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
 from kjo_django.states import JobState
+from kjo_django.store.rows import JobRow
 from kjo_django.store.session_changes import changed, note_new_sessions
 from kjo_django.transports.base import Subscription
 from kjo_django.workflows.countdown import Receiver
@@ -411,40 +413,54 @@ class Pipeline:
     ) -> list[Delivery]:
         """Run what the limits permit now; settle what has to wait in line for them, and release
         what comes next there. Returns the deferred."""
-        runtime = self._runtime
         limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
         if not limited:
             return self._run_claimed(deliveries, running, is_permitted=True)
         ready = {each for each, limits in limited.items() if self.limiter.is_ready(each, limits)}
-        asking = [delivery for delivery in limited if delivery not in ready]
-        line = Line(runtime, {limit.name for each in asking for limit in limited[each]})
-        rows = admission.load_rows(runtime, asking, read=line.job_rows)[1] if asking else {}
-        for delivery in asking:
-            if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
-                self.limiter.give_back([delivery])
-                del limited[delivery]
+        line, rows = self._read_line(limited, [each for each in limited if each not in ready])
         new = [delivery for delivery in limited if not delivery.asks_again]
         found = self.limiter.sort(deliveries, limited, rows, line, ready)
         running_kinds = Counter(d.kind for d in {*new}.intersection(found.may_run))
         for kind, count in Counter(delivery.kind for delivery in new).items():
             self._on_share(kind, running_kinds[kind], count)
         deferred = list(found.deferred)
-        attempts = [
-            Attempt(d, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
-            for d, row in found.settled
-        ]
-        if attempts:
-            with runtime.store.writing(calls_handlers=False):
-                self.limiter.hold(found)
-                recorder.acknowledge_within(attempts)
-                waiting = [attempt.delivery for attempt in attempts]
-                given_up = self._leases.settle_within(runtime.database, waiting)
-            self._leases.forget(given_up)
-            deferred += self._finish(attempts)
+        if found.settled:
+            deferred += self._settle_in_line(found)
         self.limiter.start(found)
         if found.may_run:
             deferred += self._run_claimed(found.may_run, running, is_permitted=True)
         return deferred
+
+    def _read_line(
+        self, limited: dict[Delivery, list[Limit]], asking: Sequence[Delivery]
+    ) -> tuple[Line, dict[Delivery, JobRow]]:
+        """Read the rows of deliveries that are to ask for limits, and the line with them. Those
+        that end without a run have no limit any more.
+
+        :param limited: the limits of the group's deliveries.
+        """
+        runtime = self._runtime
+        line = Line(runtime, {limit.name for each in asking for limit in limited[each]})
+        rows = admission.load_rows(runtime, asking, read=line.job_rows)[1] if asking else {}
+        for delivery in asking:
+            if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
+                self.limiter.give_back([delivery])
+                del limited[delivery]
+        return line, rows
+
+    def _settle_in_line(self, found: Sorted[Delivery]) -> list[Delivery]:
+        """Settle the messages of jobs that wait in line for a limit; returns the deferred."""
+        attempts = [
+            Attempt(delivery, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
+            for delivery, row in found.settled
+        ]
+        database = self._runtime.database
+        with self._runtime.store.writing(calls_handlers=False):
+            self.limiter.hold(found)
+            recorder.acknowledge_within(attempts)
+            given_up = self._leases.settle_within(database, [each.delivery for each in attempts])
+        self._leases.forget(given_up)
+        return self._finish(attempts)
 
     def _run_claimed(
         self,
@@ -489,15 +505,8 @@ class Pipeline:
 
         :param ended: attempts that have ended, and are only to be settled.
         """
-        have_ended = {attempt.delivery for attempt in ended}
-        have_failed = {attempt.key for attempt in ended if attempt.ending in FAILURES}
-        # Other records of these messages, as a crashed relay leaves them.
-        copies = [d for d in deliveries if d.key in have_failed and d not in have_ended]
-        have_ended.update(copies)
         held_back = HeldBack()
-        held_back.after(ended)
-        skipped = [Attempt(copy, Ending.SKIPPED, Reason.ATTEMPT) for copy in copies]
-        deferred = held_back.defer(self._settle([*ended, *skipped]))
+        have_ended, deferred = self._settle_ended(deliveries, ended, held_back)
         refused: DatabaseError | None = None
         for delivery in deliveries:
             if delivery in have_ended:
@@ -505,12 +514,8 @@ class Pipeline:
             if held_back.covers(delivery):
                 deferred.append(delivery)
                 continue
-            if delivery.limit_state is not None and delivery.limit_state.has_started:
-                self.limiter.permit_again(delivery)
             try:
-                alone = self._run_alone(delivery)
-                held_back.after(alone)
-                waiting = self._settle(alone)
+                waiting = self._run_next(delivery, held_back)
             except DatabaseError as error:
                 if not answers(self._runtime.database):
                     raise
@@ -521,6 +526,27 @@ class Pipeline:
         if refused is not None:
             raise refused
         return deferred
+
+    def _settle_ended(
+        self, deliveries: Sequence[Delivery], ended: Sequence[Attempt], held_back: HeldBack
+    ) -> tuple[set[Delivery], list[Delivery]]:
+        """Settle attempts of a group that have ended, and other records of those that have failed;
+        return the deliveries of all of these, and the deferred."""
+        have_ended = {attempt.delivery for attempt in ended}
+        have_failed = {attempt.key for attempt in ended if attempt.ending in FAILURES}
+        # Other records of these messages, as a crashed relay leaves them.
+        copies = [d for d in deliveries if d.key in have_failed and d not in have_ended]
+        have_ended.update(copies)
+        held_back.after(ended)
+        skipped = [Attempt(copy, Ending.SKIPPED, Reason.ATTEMPT) for copy in copies]
+        return have_ended, held_back.defer(self._settle([*ended, *skipped]))
+
+    def _run_next(self, delivery: Delivery, held_back: HeldBack) -> list[Delivery]:
+        if delivery.limit_state is not None and delivery.limit_state.has_started:
+            self.limiter.permit_again(delivery)
+        alone = self._run_alone(delivery)
+        held_back.after(alone)
+        return self._settle(alone)
 
     def _run_in_transaction(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
         """Admit, run and record a group in one transaction.
@@ -857,28 +883,34 @@ class Pipeline:
         for start in range(0, len(attempts), SETTLED_TOGETHER):
             if loop is None or loop.is_closed:
                 break
-            some = attempts[start : start + SETTLED_TOGETHER]
-            deliveries = [attempt.delivery for attempt in some]
-            back = set(deliveries)
-            try:
-                # Not on the loop: a back-off of somebody's own may take its time.
-                for attempt in some:
-                    failures.judge(self._runtime, attempt)
-                    attempt.delivery.took = attempt.seconds if attempt.error is None else None
-                back = set(self._settle(some))
-                self.limiter.keep_places(back)
-            except BaseException as error:
-                # Nothing was acknowledged: they run again, and so it is seen.
-                self._leases.spend(deliveries)
-                if not isinstance(error, Exception):
-                    raise
-                logger.exception("%d coroutines could not be settled", len(deliveries))
-            finally:
-                try:
-                    self._give_back(deliveries)
-                finally:
-                    on_settled(deliveries, back)
+            self._settle_some_coroutines(on_settled, attempts[start : start + SETTLED_TOGETHER])
         return []
+
+    def _settle_some_coroutines(
+        self,
+        on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None],
+        attempts: Sequence[Attempt],
+    ) -> None:
+        deliveries = [attempt.delivery for attempt in attempts]
+        back = set(deliveries)
+        try:
+            # Not on the loop: a back-off of somebody's own may take its time.
+            for attempt in attempts:
+                failures.judge(self._runtime, attempt)
+                attempt.delivery.took = attempt.seconds if attempt.error is None else None
+            back = set(self._settle(attempts))
+            self.limiter.keep_places(back)
+        except BaseException as error:
+            # Nothing was acknowledged: they run again, and so it is seen.
+            self._leases.spend(deliveries)
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("%d coroutines could not be settled", len(deliveries))
+        finally:
+            try:
+                self._give_back(deliveries)
+            finally:
+                on_settled(deliveries, back)
 
     # --- Record -----------------------------------------------------------------------------------
 
@@ -1109,16 +1141,8 @@ class Pipeline:
         if tracing.tracer is not None:
             tracing.tracer.settled(attempts)
         for attempt in attempts:
-            handler = attempt.delivery.handler
-            if handler.observes:
-                # The state is committed; a hook cannot take it back.
-                facts = facts_of(attempt.delivery, attempt.number)
-                call = partial(handler.on_settled, attempt)
-                call_watched(call, f"A hook failed: {handler.name}", facts)
-            if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
-                _log_without_effect("Skipped", attempt)
-            elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
-                failures.log_failure(attempt)
+            if attempt.delivery.handler.observes or attempt.ending is not Ending.COMPLETED:
+                _report(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between
         # its commit and its call.
         ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
@@ -1182,6 +1206,20 @@ _WHY_SKIPPED: dict[str, str] = {
 """Where the reason of an ending is no text for people, as a job's state is."""
 
 
+def _report(attempt: Attempt) -> None:
+    """Call the hook of an attempt whose ending is durable, and log what has not completed."""
+    handler = attempt.delivery.handler
+    if handler.observes:
+        # The state is committed; a hook cannot take it back.
+        facts = facts_of(attempt.delivery, attempt.number)
+        call = partial(handler.on_settled, attempt)
+        call_watched(call, f"A hook failed: {handler.name}", facts)
+    if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
+        _log_without_effect("Skipped", attempt)
+    elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
+        failures.log_failure(attempt)
+
+
 def _log_without_effect(what: str, attempt: Attempt) -> None:
     """Leave a line in the log for a message that was acknowledged without a run, or for a result
     that came too late.
@@ -1223,14 +1261,14 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
             handler, number = message.type, {"attempt": attempt.number}
             facts: dict[str, Any] = {
                 "job_id": message.job_id or message.id or None,
-                "unique_id": attempt.row.unique_id if attempt.row else None,
+                "unique_id": attempt.row and attempt.row.unique_id,
                 "queue": delivery.queue.name,
                 "handler": handler,
             }
             if delivery.deliveries > 1:
                 signals.job_stalled.send_robust(sender=handler, **number, **facts)
             if ending is Ending.COMPLETED:
-                result = None if attempt.result is None else result_of(attempt)
+                result = attempt.result and result_of(attempt)
                 facts |= {**number, "result": result, "seconds": attempt.seconds}
             elif ending is Ending.RETRIED:
                 facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}

@@ -116,11 +116,7 @@ class LeaseBook:
         """
         ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
-            # They own the slots that may be taken for them when it answers again.
-            for delivery in deliveries:
-                owned = self.owned.setdefault(delivery, Owned())
-                owned.claims = owned.claims or 1
-            return [FIRST_CLAIM] * len(names)
+            return self._own_unasked(deliveries)
         if self._unreleased or self._leaving:
             with self._lock:
                 if not self._leaving.isdisjoint(names):
@@ -185,6 +181,14 @@ class LeaseBook:
         self.let_rows_go(owned.row for _, owned in left if owned.row)
         if names := [delivery.lease for delivery, owned in left if owned.claims]:
             self.release(names)
+
+    def _own_unasked(self, deliveries: Sequence[Delivery]) -> list[Claim]:
+        """Let deliveries have no leases, but the slots that may be taken for them when coordination
+        answers again."""
+        for delivery in deliveries:
+            owned = self.owned.setdefault(delivery, Owned())
+            owned.claims = owned.claims or 1
+        return [FIRST_CLAIM] * len(deliveries)
 
     def settle_within(self, using: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Give leases up with the transaction of ``using`` that makes the outcomes durable, and
@@ -427,24 +431,31 @@ class LeaseBook:
         :param undo_claim: nothing was begun, and what a dead worker began stays counted.
         """
         with self._lock:
-            held = []
-            for name in names:
-                if name in self._held:
-                    ttl, count = self._held.pop(name)
-                    if count > 1:
-                        self._held[name] = (ttl, count - 1)
-                    else:
-                        held.append(name)
-            if self._slots:
-                slots = self._slots_of(name for name in names if name not in self._held)
-                for slot in slots:
-                    self._held.pop(slot, None)
-                held += slots
+            held = self._dropped(names)
             if held and self._breaker.is_open():
                 self._unreleased.update(held[: MAX_UNRELEASED - len(self._unreleased)])
                 return
         if held:
             self._release_now(held, count_delivery=count_delivery, undo_claim=undo_claim)
+
+    def _dropped(self, names: Sequence[str]) -> list[str]:
+        """Forget leases, and the slots of those that are held no longer; return what is to be given
+        back. The caller holds the lock."""
+        dropped = []
+        for name in names:
+            if name not in self._held:
+                continue
+            ttl, count = self._held.pop(name)
+            if count > 1:
+                self._held[name] = (ttl, count - 1)
+            else:
+                dropped.append(name)
+        if self._slots:
+            slots = self._slots_of(name for name in names if name not in self._held)
+            for slot in slots:
+                self._held.pop(slot, None)
+            dropped += slots
+        return dropped
 
     def _release_now(
         self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
@@ -525,14 +536,12 @@ class LeaseBook:
         :param missing: leases that it does not know of; by default no slot is known.
         """
         with self._lock:
-            taken = [slot for each in self._slots.values() for slot in each]
-            slots = [slot for slot in taken if missing is None or slot in missing]
-            ttl = max(
-                (self._held[slot][0] for slot in slots if slot in self._held), default=self.ttl
-            )
+            slots = [slot for slot in self._taken_slots() if missing is None or slot in missing]
+            lifetimes = [self._held[slot][0] for slot in slots if slot in self._held]
+        ttl = max(lifetimes, default=self.ttl)
         claims = self._coordination.claim(slots, self.token, ttl) if slots else []
         with self._lock:
-            taken = [slot for each in self._slots.values() for slot in each]
+            taken = self._taken_slots()
             # Their deliveries have ended meanwhile.
             ended = [slot for slot in slots if slot not in taken]
             for slot, claim in zip(slots, claims, strict=True):
@@ -540,6 +549,9 @@ class LeaseBook:
                     self._note_lost(slot)
         if ended:
             self._coordination.release(ended, self.token)
+
+    def _taken_slots(self) -> list[str]:
+        return [slot for each in self._slots.values() for slot in each]
 
     def release_all(self) -> None:
         """Let others take over at once whatever is still held."""

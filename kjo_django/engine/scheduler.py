@@ -394,9 +394,7 @@ class GroupScheduler:
         if first.is_orphan:
             self._orphan, size = first, 1
         elif first.mode is Mode.CONCURRENT:
-            size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
-            if self._has_ramps:
-                size = max(1, min(size, int(self._ramps[queue].room)))
+            size = self._coroutines_at_once(queue, limit)
         elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
             size = max(size, first.batch)
@@ -431,6 +429,13 @@ class GroupScheduler:
         self._idle -= 1
         self.peak = max(self.peak, self.lanes - self._idle)
         return group
+
+    def _coroutines_at_once(self, queue: str, limit: QueueLimit) -> int:
+        """Return how many coroutines of a queue may start together."""
+        size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
+        if self._has_ramps:
+            size = max(1, min(size, int(self._ramps[queue].room)))
+        return size
 
     def _take_deliveries(
         self, ready: deque[KeyQueue], mode: Mode, size: int, share: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -395,7 +395,7 @@ class _Run:
         failures = JobFailure.objects.using(self._using).filter(job__in=keys)
         letters = DeadLetter.objects.using(self._using).filter(job__in=keys)
         HeldJob.objects.using(self._using).filter(job_id__in=keys).delete()
-        self._add("dead_letters", self._erase_letters(letters))
+        self._add("dead_letters", self._erase_locked_letters(letters))
         if self.report.mode is Mode.DELETE:
             self._add("failures", failures.order_by()._raw_delete(self._using))
             self._add("jobs", rows.order_by()._raw_delete(self._using))
@@ -429,18 +429,10 @@ class _Run:
             columns += ["value", "content_type"]
         size = WITH_PAYLOADS if self._person.fields else WITHOUT_PAYLOADS
         for chunk in self._read("dead_letters", DeadLetter.objects.all(), columns, size):
-            found = [
-                row for row in chunk if row["pk"] not in self._letters and self._is_letter(row)
-            ]
+            others = [row for row in chunk if row["pk"] not in self._letters]
+            found = [row for row in others if self._is_letter(row)]
             self.report.queues.update(row["queue"] for row in found if row["queue"])
-            for keys in batched([row["pk"] for row in found], CHUNK):
-                if self.report.is_dry_run:
-                    self._add("dead_letters", len(keys))
-                    continue
-                with transaction.atomic(using=self._using):
-                    rows = DeadLetter.objects.using(self._using)
-                    held = [row.pk for row in lock(rows.only("pk", "state"), keys)]
-                    self._add("dead_letters", self._erase_letters(rows.filter(pk__in=held)))
+            self._erase_letters([row["pk"] for row in found])
 
     def _is_letter(self, row: dict[str, Any]) -> bool:
         person, headers = self._person, _headers(row["headers"])
@@ -454,7 +446,17 @@ class _Run:
             lambda: load_value(bytes(row["value"]), row["content_type"] or JSON.content_type),
         )
 
-    def _erase_letters(self, letters: QuerySet[DeadLetter]) -> int:
+    def _erase_letters(self, keys: Sequence[Any]) -> None:
+        for some in batched(keys, CHUNK):
+            if self.report.is_dry_run:
+                self._add("dead_letters", len(some))
+                continue
+            with transaction.atomic(using=self._using):
+                rows = DeadLetter.objects.using(self._using)
+                locked = [row.pk for row in lock(rows.only("pk", "state"), some)]
+                self._add("dead_letters", self._erase_locked_letters(rows.filter(pk__in=locked)))
+
+    def _erase_locked_letters(self, letters: QuerySet[DeadLetter]) -> int:
         found = list(letters.values_list("pk", "message_id"))
         self._erase_log_entries("deadletter", [key for key, _ in found])
         if self.report.mode is Mode.DELETE:
@@ -476,18 +478,7 @@ class _Run:
         now, rows, own = CLOCK.now(), TransportMessage.objects.all(), _own_groups()
         columns = ("key", "headers", "value", "consumer_group")
         for chunk in self._read("messages", rows, columns, WITH_PAYLOADS):
-            gone: list[Any] = []
-            waiting: list[Any] = []
-            pairs = [(row, _headers(row["headers"])) for row in chunk]
-            erased = self._erased_before(headers for _, headers in pairs)
-            for row, headers in pairs:
-                job = headers.get(names.JOB_ID) or headers.get(names.DLQ_JOB_ID)
-                is_leftover = job in erased and row["consumer_group"] in own
-                if job in self._erased_jobs or is_leftover:
-                    gone.append(row["pk"])
-                elif job not in self._kept_jobs and self._is_message(row, headers):
-                    is_copy = names.DLQ_REASON in headers
-                    (gone if is_copy else waiting).append(row["pk"])
+            gone, waiting = self._sorted_messages(chunk, own)
             if waiting and not self._cancels:
                 self._keep(WAITING_MESSAGES, len(waiting))
                 waiting = []
@@ -501,6 +492,27 @@ class _Run:
                 count = messages.filter(free, pk__in=waiting).delete()[0]
                 self._add("messages", count)
                 self._keep(WAITING_MESSAGES, len(waiting) - count)
+
+    def _sorted_messages(
+        self, rows: Sequence[dict[str, Any]], own: Container[str]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the keys of messages to be deleted, and of those of other services' that wait.
+
+        :param own: this service's consumer groups.
+        """
+        gone: list[Any] = []
+        waiting: list[Any] = []
+        pairs = [(row, _headers(row["headers"])) for row in rows]
+        erased = self._erased_before(headers for _, headers in pairs)
+        for row, headers in pairs:
+            job = headers.get(names.JOB_ID) or headers.get(names.DLQ_JOB_ID)
+            is_leftover = job in erased and row["consumer_group"] in own
+            if job in self._erased_jobs or is_leftover:
+                gone.append(row["pk"])
+            elif job not in self._kept_jobs and self._is_message(row, headers):
+                is_copy = names.DLQ_REASON in headers
+                (gone if is_copy else waiting).append(row["pk"])
+        return gone, waiting
 
     def _erased_before(self, messages: Iterable[dict[str, str]]) -> set[str]:
         """Return the jobs of this service that messages name, and that have no row any more, or an

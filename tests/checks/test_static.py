@@ -45,15 +45,10 @@ def test_the_import_contracts_hold() -> None:
 MOST_COMPLEX = 15
 """Cognitive complexity: what a function asks of who reads it, as SonarSource counts it."""
 LEFT = {
-    "admin": 1,
-    "contrib": 1,
-    "coordination": 4,
-    "engine": 33,
+    "engine": 20,
     "enqueue": 1,
     "outbox": 1,
-    "patterns": 1,
-    "personal_data": 2,
-    "transports": 2,
+    "transports": 1,
     "worker": 1,
 }
 """Functions above it, by package; none in those that are not named. These numbers only become

@@ -262,21 +262,27 @@ def edit(page: Page, schedule: UUID) -> HttpResponse:
     return _edit(page, row, fields(page.request.POST or None, initial=initial))
 
 
+def _submitted(page: Page, row: Schedule | None, form: forms.Form) -> Schedule | None:
+    """Save what a valid form says, and return it; None where a preview is asked for, or it cannot
+    be saved: then the form says why."""
+    given = dict(form.cleaned_data)
+    if given.get("payload") is None:
+        given.pop("payload", None)
+    try:
+        if row is not None and "payload" in given:
+            given["payload"] = _restored(given["payload"], row)
+        return None if "preview" in page.request.POST else _save(page, row, given)
+    except ScheduleFaults as error:
+        for name, text in error.faults.items():
+            form.add_error(name if name in form.fields else None, text)
+    return None
+
+
 def _edit(page: Page, row: Schedule | None, form: forms.Form) -> HttpResponse:
-    is_preview = "preview" in page.request.POST
     if page.request.method == "POST" and form.is_valid():
-        given = dict(form.cleaned_data)
-        if given.get("payload") is None:
-            given.pop("payload", None)
-        try:
-            if row is not None and "payload" in given:
-                given["payload"] = _restored(given["payload"], row)
-            if not is_preview:
-                found = _save(page, row, given)
-                return HttpResponseRedirect(page.url("schedule", found.pk))
-        except ScheduleFaults as error:
-            for name, text in error.faults.items():
-                form.add_error(name if name in form.fields else None, text)
+        saved = _submitted(page, row, form)
+        if saved is not None:
+            return HttpResponseRedirect(page.url("schedule", saved.pk))
     times = _time_form()(page.request.POST or None, initial=form.initial)
     return page.show(
         "",

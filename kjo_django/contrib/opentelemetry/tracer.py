@@ -214,15 +214,8 @@ class OpenTelemetryTracer:
         mine = [job for job in jobs if (job.headers or {}).get(names.TRACEPARENT) == inherited]
         if not mine:
             return None
-        queues = [get_settings().queue(name) for name in {job.queue for job in mine}]
-        topics = {job.destination for job in mine}
-        if "" in topics:
-            topics |= {topic for queue in queues for topic in queue.topics}
-        systems = {system_of(queue.transport) for queue in queues}
-        told_of_them = of_jobs(mine, topics - {""}, systems)
+        told_of_them = _attributes_of(mine)
         handler = told_of_them.get(HANDLER)
-        if len(mine) == 1 and not mine[0].destination:
-            told_of_them[JOB_ID] = str(mine[0].pk)
         span = self._tracer.start_span(
             f"enqueue {handler}" if handler else "enqueue",
             kind=SpanKind.PRODUCER,
@@ -380,6 +373,19 @@ class _Publishing(Scope):
 
 
 # --- Contexts and headers -------------------------------------------------------------------------
+
+
+def _attributes_of(jobs: Sequence[Job]) -> Attributes:
+    """Return the attributes of the span in which jobs are enqueued."""
+    queues = [get_settings().queue(name) for name in {job.queue for job in jobs}]
+    topics = {job.destination for job in jobs}
+    if "" in topics:
+        topics |= {topic for queue in queues for topic in queue.topics}
+    systems = {system_of(queue.transport) for queue in queues}
+    found = of_jobs(jobs, topics - {""}, systems)
+    if len(jobs) == 1 and not jobs[0].destination:
+        found[JOB_ID] = str(jobs[0].pk)
+    return found
 
 
 def _carried(span: Span) -> dict[str, str]:

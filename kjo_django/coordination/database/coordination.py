@@ -215,15 +215,7 @@ class DatabaseCoordination(Coordination):
             with self._store.transaction(durable=True):
                 self._lock(sorted(map(stored_name, slots)))
                 now = self.clock.now()
-                free: dict[str, list[str]] = {}
-                for name, count in slots.items():
-                    every = [slot_name(name, number) for number in range(1, count + 1)]
-                    stored, taken = list(map(stored_name, every)), set[str]()
-                    for start in range(0, count, _BATCH):
-                        some = self._leases.filter(name__in=stored[start : start + _BATCH])
-                        live = some.filter(expires_at__gt=now)
-                        taken.update(live.values_list("name", flat=True))
-                    free[name] = [each for each in every if stored_name(each) not in taken]
+                free = {name: self._free_slots(name, count, now) for name, count in slots.items()}
                 found = [free[name].pop(0) if free[name] else "" for name, _ in batch]
                 self._set({stored_name(slot): now + ttl for slot in found if slot}, token)
             return found
@@ -232,6 +224,16 @@ class DatabaseCoordination(Coordination):
         if self.clock.monotonic() >= self._prune_at:
             self._prune_outside_transactions()
         return answers
+
+    def _free_slots(self, name: str, count: int, now: datetime) -> list[str]:
+        """Return the slots of a name that nobody has."""
+        every = [slot_name(name, number) for number in range(1, count + 1)]
+        stored, taken = list(map(stored_name, every)), set[str]()
+        for start in range(0, count, _BATCH):
+            some = self._leases.filter(name__in=stored[start : start + _BATCH])
+            live = some.filter(expires_at__gt=now)
+            taken.update(live.values_list("name", flat=True))
+        return [each for each in every if stored_name(each) not in taken]
 
     def _each(self, asks: Sequence[T], change: Callable[[Sequence[T]], list[U]]) -> list[U]:
         """Call ``change`` with as many asks at a time as its statements can name; return all its

@@ -89,31 +89,36 @@ class RateWindows:
         paces = {stored_name(name): pace for name, pace in paces_of(asks, used).items()}
         if not paces:
             return []
-        asked = {stored_name(name): pace for name, pace in paces_of(asks, ()).items()}
         for number in range(_WRITES + 1):
             if number > 1:
                 time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
             read = (self._recall(paces) if not number else None) or self._read(paces)
-            known = {pace.name: Starts(read.starts[name]) for name, pace in paces.items()}
-            told = [
-                one if one.ago is None else one._replace(ago=one.ago - read.later) for one in used
-            ]
-            answers = permit(asks, known, round(read.now.timestamp() * 1e6), told)
-            changed = {
-                name: (before, after)
-                for name, before in read.starts.items()
-                if (after := known[paces[name].name].text) != before
-            }
-            # What is only forgotten is forgotten with the next one that counts.
-            is_changed = used or any(answer.stamp for answer in answers)
-            is_changed = is_changed or any(ask.replaces for ask in asks)
-            # Who is told to wait is told so by what others have left.
-            if self._write(changed, read.now, asked) if is_changed else not read.is_known:
-                elapsed = time.monotonic() - read.at
-                return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
+            answers = self._permit(asks, used, paces, read)
+            if answers is not None:
+                return answers
         unchanged = CoordinationError("Others have changed these rates each time, too")
         unchanged.may_have_effect = False
         raise unchanged
+
+    def _permit(
+        self, asks: Sequence[Ask], used: Sequence[Used], paces: Mapping[str, Pace], read: _Read
+    ) -> list[Permit] | None:
+        """Answer the asks by what was read; None, and nothing is changed, if others have written
+        since, or may have."""
+        known = {pace.name: Starts(read.starts[name]) for name, pace in paces.items()}
+        told = [one if one.ago is None else one._replace(ago=one.ago - read.later) for one in used]
+        answers = permit(asks, known, round(read.now.timestamp() * 1e6), told)
+        # What is only forgotten is forgotten with the next one that counts.
+        if used or any(answer.stamp for answer in answers) or any(ask.replaces for ask in asks):
+            after = {name: known[pace.name].text for name, pace in paces.items()}
+            asked = {stored_name(name): pace for name, pace in paces_of(asks, ()).items()}
+            is_true = self._write(read, after, asked)
+        else:
+            # Who is told to wait is told so by what others have left.
+            is_true = not read.is_known
+        elapsed = time.monotonic() - read.at
+        waits = [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
+        return waits if is_true else None
 
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
         """Return what this process knows of these rates; None where another one may have used
@@ -153,32 +158,29 @@ class RateWindows:
             self._known[name] = _Known(text, at, at - began, ahead, is_own)
         return _Read(now, at, found, 0.0, is_known=False)
 
-    def _write(
-        self,
-        changed: Mapping[str, tuple[str, str]],
-        now: datetime,
-        asked: Mapping[str, Pace],
-    ) -> bool:
+    def _write(self, read: _Read, starts: Mapping[str, str], asked: Mapping[str, Pace]) -> bool:
         """Write the starts of rates; return False, and write nothing, where those of one are others
         by now.
 
-        :param changed: what was read and what is to be written, by name.
+        :param starts: what is to be written, by name.
         :param asked: the rates that are asked for, and not only told of, by name.
         """
         changes: list[tuple[str, str, str, datetime | None]] = []
-        for name, (before, after) in sorted(changed.items()):
+        for name, before in sorted(read.starts.items()):
+            if starts[name] == before:
+                continue
             until = None
             if (pace := asked.get(name)) is not None:
                 kept = timedelta(seconds=2 * (pace.seconds + pace.interval + pace.ahead))
-                until = now + kept + _UNUSED
-            changes.append((name, before, after, until))
+                until = read.now + kept + _UNUSED
+            changes.append((name, before, starts[name], until))
         try:
             with nullcontext() if len(changes) <= 1 else self._store.transaction(durable=True):
                 if self._store.write_windows(changes) < len(changes):
                     raise _ChangedError
         except _ChangedError:
             return False
-        for name, (_, after) in changed.items():
+        for name, _, after, _ in changes:
             if (known := self._known.get(name)) is not None:
                 self._known[name] = known._replace(starts=after)
         return True

@@ -305,6 +305,21 @@ def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, 
     return handler, runs, context
 
 
+def _values_of_items(handler: Handler, value: Any, count: int) -> Sequence[Any]:
+    """Return what a batch handler has returned for each of its items.
+
+    :raises PermanentError: it did not return so many results.
+    """
+    values = [None] * count if value is None else value
+    if isinstance(values, list | tuple) and len(values) == count:
+        return values
+    what = f"{len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+    raise PermanentError(
+        f"The batch handler {handler.name} must return None or a list of one result "
+        f"for each of its {count} items, not {what}"
+    )
+
+
 def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> None:
     """Note in the attempts what their call has returned, and how long it took.
 
@@ -313,15 +328,8 @@ def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> Non
         cannot be stored.
     """
     seconds, count = time.perf_counter() - began, len(runs)
-    values: Sequence[Any] = (value,)
-    if handler.options.batch is not None:
-        values = [None] * count if value is None else value
-        if not isinstance(values, list | tuple) or len(values) != count:
-            what = f"{len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-            raise PermanentError(
-                f"The batch handler {handler.name} must return None or a list of one result "
-                f"for each of its {count} items, not {what}"
-            )
+    is_batch = handler.options.batch is not None
+    values = _values_of_items(handler, value, count) if is_batch else (value,)
     for (attempt, context), result in zip(runs, values, strict=True):
         attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
         attempt.abort_reason, attempt.worker = context.abort_reason, context.worker

@@ -257,7 +257,7 @@ def _transaction_state(connection: BaseDatabaseWrapper, *, has_begun: bool = Fal
             is_open = getattr(raw, "in_transaction", None)
         except Exception:
             return _NONE  # closed past Django
-        return None if is_open is None else _OPEN if is_open else _NONE
+        return is_open if is_open is None else (_NONE, _OPEN)[bool(is_open)]
     if server.transaction_status == _PQ_IN_ERROR:
         return _UNUSABLE
     if server.transaction_status in (_PQ_ACTIVE, _PQ_IN_TRANSACTION):

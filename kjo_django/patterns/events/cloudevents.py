@@ -103,17 +103,24 @@ def fields_of(
     if decodes_data:
         data = payload if event_format == BINARY else _data_of(given)
     found: dict[str, Any] = {name: given[name] for name in SHARED if name in given}
+    found |= _own_fields(given)
+    if "time" in given:
+        found["timestamp"] = _milliseconds(given["time"])
+    else:
+        found["timestamp"] = _since_epoch(received_at or datetime.now(UTC))
+    return {**found, "data": {} if data is None else data}
+
+
+def _own_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an event's own format has in its version and its metadata."""
+    found: dict[str, Any] = {}
     own = {field: given[name] for name, field in OWN_EXTENSIONS.items() if name in given}
     if "version" in own:
         found["version"] = own.pop("version")
     extra = {name: given[name] for name in given if name not in TAKEN and _NAME.fullmatch(name)}
     if own or extra:
         found["metadata"] = {**extra, **own}
-    if "time" in given:
-        found["timestamp"] = _milliseconds(given["time"])
-    else:
-        found["timestamp"] = _since_epoch(received_at or datetime.now(UTC))
-    return {**found, "data": {} if data is None else data}
+    return found
 
 
 def _read_attributes(

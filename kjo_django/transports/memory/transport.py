@@ -163,7 +163,7 @@ class MemorySubscription(Watermark, Subscription):
         for partition, assignment in list(self._assignments.items()):
             limit = max_records - len(taken)
             bytes_left = max_bytes - sum(len(record.value or b"") for record in taken)
-            if limit <= 0 or bytes_left <= 0:
+            if min(limit, bytes_left) <= 0:
                 break
             if partition in self._paused:
                 continue
@@ -175,11 +175,12 @@ class MemorySubscription(Watermark, Subscription):
                 replace(each, headers=dict(each.headers), epoch=assignment.epoch, token=assignment)
                 for each in stored[:count]
             ]
-            if batch:
-                self.deliver(assignment, [record.offset for record in batch])
-                # To the end of the dict, so that no partition starves another.
-                self._assignments[partition] = self._assignments.pop(partition)
-                taken += batch
+            if not batch:
+                continue
+            self.deliver(assignment, [record.offset for record in batch])
+            # To the end of the dict, so that no partition starves another.
+            self._assignments[partition] = self._assignments.pop(partition)
+            taken += batch
         return taken
 
     def _join(self) -> None:
