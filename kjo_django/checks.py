@@ -76,7 +76,7 @@ from kjo_django.schedules.declarations import setting_faults
 from kjo_django.values import Problem, did_you_mean, read_options
 
 TAG = "kjo"
-CONNECTIONS_BESIDE_LANES = 12
+CONNECTIONS_BESIDE_LANES = 13
 """Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
 _POOL_SIZE = 4
 """Of psycopg_pool, where nobody says."""

@@ -146,7 +146,6 @@ class Releaser:
         """
         with self._stepping:
             self.awake.clear()
-            self._release_freed()
             due = self._take_due()
             if due or self._runtime.clock.monotonic() >= self._leave_at:
                 self._leave(due)
@@ -226,9 +225,13 @@ class Releaser:
         self.awake.set()
 
     def _fill_all(self, due: Mapping[Limit, float]) -> None:
-        """Fill lines one after the other. One that fails keeps none of the others from that; the
-        first error is raised at the end."""
+        """Release a job for each slot that was given back, and fill lines one after the other. What
+        fails keeps none of the others from that; the first error is raised at the end."""
         refused, first = dict[Limit, float](), None
+        try:
+            self._release_freed()
+        except Exception as error:
+            first = error
         for limit, moment in due.items():
             try:
                 self._fill(limit, max(0.0, moment - self._runtime.clock.monotonic()))

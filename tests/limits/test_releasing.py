@@ -205,6 +205,21 @@ def test_a_slot_whose_next_job_could_not_be_released_is_not_forgotten(
     assert released() == [waiting]
 
 
+def test_slots_that_cannot_be_looked_for_keep_no_other_line_waiting(
+    releaser: Releaser, leases: LeaseBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OperationalError("refused")
+
+    leases.freed[SLOTS.name] += 1
+    waiting = in_line()
+    releaser.note({}, [], {LIMIT: 0.0})
+    monkeypatch.setattr(held, "lines_to_release", refuse)
+    with pytest.raises(OperationalError):
+        releaser.step()
+    assert released() == [waiting]
+
+
 def test_the_place_of_a_job_that_has_ended_keeps_nobody_waiting(releaser: Releaser) -> None:
     """It is deleted a moment later."""
     ended = [in_line(SLOTS, is_released=True) for _ in range(2)]

@@ -511,9 +511,9 @@ def test_messages_elsewhere_than_their_jobs_are_an_error(settings, routers, ids)
     ("pool", "concurrency", "is_told"),
     [
         (True, 4, True),
-        ({"min_size": 2, "max_size": 15}, 4, True),
-        ({"min_size": 2, "max_size": 16}, 4, False),
-        ({"min_size": 16}, 4, False),
+        ({"min_size": 2, "max_size": 16}, 4, True),
+        ({"min_size": 2, "max_size": 17}, 4, False),
+        ({"min_size": 17}, 4, False),
         ({"max_size": 15}, 8, True),
         (None, 8, False),
         (False, 8, False),
@@ -523,7 +523,7 @@ def test_a_pool_smaller_than_a_worker_is_a_warning(settings, database, pool, con
     """Each thread keeps its connection: the heartbeat waits for one that no lane gives back."""
     database["OPTIONS"] = {**OPTIONS, "pool": pool}
     messages = found(settings, {"CONCURRENCY": concurrency}, CheckWarning)
-    assert [(id, str(concurrency + 12) in hint) for id, _, hint in messages] == (
+    assert [(id, str(concurrency + 13) in hint) for id, _, hint in messages] == (
         [("W011", True)] if is_told else []
     )
 

@@ -178,6 +178,8 @@ class DatabaseCoordination(Coordination):
         """See ``RateWindows.permit``. It is in no transaction: a permit that is forgotten would be
         given twice, so the write waits for the disk.
 
+        The sign is not looked at: a database is taken to keep what it has committed.
+
         Inside the caller's transaction another thread does so, with a connection of its own; not
         where the database has one writer, which is the caller.
         """
