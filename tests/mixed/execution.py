@@ -27,6 +27,7 @@ from kjo_django.models import Worker as WorkerRow
 from kjo_django.retries import import_path
 from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
+from kjo_django.transports.base import Record
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
 from tests.items.models import Item
@@ -494,7 +495,7 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
     _read_leases(engine, evidence)
     evidence.has_dead_records = engine.plan.engine.transport != "database"
     if engine.plan.engine.transport not in ("database", "memory"):
-        note_topics(engine.mark, lambda word, name: _count(evidence, word, name))
+        note_topics(engine.mark, lambda word, name, at: _note_record(evidence, word, name, at))
     elif engine.plan.engine.transport == "database":
         # Nobody has subscribed to their topic, so they are all there.
         others = engine.messages.filter(topic=names.topic("others", engine.mark))
@@ -507,8 +508,11 @@ def _outlived(engine: MixedEngine) -> set[str]:
     return {id for program in engine.programs for id in OUTLIVED.findall(program.log)}
 
 
-def _count(evidence: invariants.Evidence, word: str, name: str) -> None:
-    (evidence.records if word == "record" else evidence.dead_records)[name] += 1
+def _note_record(evidence: invariants.Evidence, word: str, name: str, at: float) -> None:
+    if word == "record":
+        evidence.records[name] += 1
+    else:
+        evidence.dead_records[name].append(at)
 
 
 def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
@@ -540,7 +544,7 @@ def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
             what = first.partition("-")[0]
             evidence.disturbances.append((open_since[first].pop(0), line.at, what))
         elif line.word in ("record", "dead_record"):
-            _count(evidence, line.word, first)
+            _note_record(evidence, line.word, first, float(line.values[1]))
         elif line.word in ("completed", "failed", "dead", "cancelled", "processed"):
             bare = first if first.startswith("item:") else first.partition(":")[0]
             told[named.get(bare) or trace.identity_in(first)].append(line.word)
@@ -563,8 +567,16 @@ def _read_leases(engine: MixedEngine, evidence: invariants.Evidence) -> None:
         evidence.leases.append(invariants.Lease(lease.name, lease.expires_at is not None))
 
 
-def note_topics(mark: str, tell: Callable[[str, str], None]) -> None:
-    """Read the topics whose records are for others, and those of dead letters, to their end."""
+def published_at(record: Record) -> float:
+    """Return when (POSIX seconds) a record was published; 0: its transport does not say."""
+    return 0.0 if record.timestamp is None else record.timestamp.timestamp()
+
+
+def note_topics(mark: str, tell: Callable[[str, str, float], None]) -> None:
+    """Read the topics whose records are for others, and those of dead letters, to their end.
+
+    :param tell: is called with the kind of each record, whose it is, and when it was published.
+    """
     others = names.topic("others", mark)
     counts: Counter[str] = Counter()
     subscription = get_transport().subscribe(names.topics_of_others(mark), f"reader-{mark}")
@@ -580,7 +592,7 @@ def note_topics(mark: str, tell: Callable[[str, str], None]) -> None:
             for record in records:
                 counts[record.topic] += 1
                 word = "record" if record.topic == others else "dead_record"
-                tell(word, trace.identity_in(record.value))
+                tell(word, trace.identity_in(record.value), published_at(record))
             subscription.acknowledge(records)
     finally:
         subscription.close()

@@ -88,8 +88,8 @@ class Evidence:
     """
     outlived: set[str] = field(default_factory=set)
     """Work of which a worker said that its run had outlived its lease."""
-    dead_records: Counter[str] = field(default_factory=Counter)
-    """Records found in the topics of dead letters."""
+    dead_records: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Records found in the topics of dead letters: when each was published."""
     has_dead_records: bool = False
     """Whether those topics keep their records on this transport."""
     items: dict[str, int] = field(default_factory=dict)
@@ -149,7 +149,24 @@ class Evidence:
             f"{name} ({work and (work.kind, work.how, work.fails, work.end, work.copies)}): {rows},"
             f" {letters}, {self.effects[name]} effects, began {begins or 'never'}, signals"
             f" {self.signals.get(name, [])}, committed {self.committed.get(name, 0):.2f}"
+            f"{self._deaths_of(name)}"
         )
+
+    def _deaths_of(self, name: str) -> str:
+        """Return when it died and its dead letters were published, and what was done then."""
+        died = [letter.failed_at for letter in self.letters_of(name)]
+        published = sorted(self.dead_records.get(name, []))
+        if not died and not published:
+            return ""
+        first, last = min([*died, *published]), max([*died, *published])
+        near = [
+            f"{what} {since:.2f} to {to:.2f}"
+            for since, to, what in self.disturbances
+            if since <= last + MOST_NOTED and first - MOST_NOTED <= to
+        ]
+        times = ", ".join(f"{at:.2f}" for at in published) or "never"
+        recorded = ", ".join(f"{at:.2f}" for at in died) or "never"
+        return f", died {recorded}, published {times}; beside it: {'; '.join(near) or 'nothing'}"
 
 
 def complaints(evidence: Evidence) -> list[str]:
@@ -195,12 +212,20 @@ def _has_end(evidence: Evidence, work: Work) -> bool:
     if end == "published":
         return evidence.records[work.name] > 0 or work.name in evidence.unsure
     if end == "dead":
-        return bool(evidence.letters_of(work.name)) and "completed" not in states
+        return bool(evidence.letters_of(work.name)) and states <= {row_state(work)}
     if end == "cancelled":
         return states == {"cancelled"}
     if work.kind == "item":
         return evidence.items.get(work.name) == COMPLETED_ITEM
     return evidence.effects[work.name] > 0 and states <= {"completed"}
+
+
+def row_state(work: Work) -> str:
+    """Return what the row of a piece of work says in the end, where it has one. A record that KDLQ
+    kills has one if its first transaction failed; its processing completes with the kill."""
+    if expected_end(work) == "dead":
+        return "completed" if work.kind == "kdlq" else "failed"
+    return expected_end(work)
 
 
 COMPLETED_ITEM = 2
@@ -251,7 +276,7 @@ def each_end_has_one_row(evidence: Evidence) -> Iterator[str]:
             yield f"a dead letter of what was to be {end}: {evidence.traces_of(work.name)}"
         if work.kind not in NO_ROWS and len(rows) != 1:
             yield f"{len(rows)} rows: {evidence.traces_of(work.name)}"
-        wanted = "failed" if end == "dead" else end
+        wanted = row_state(work)
         if any(row.state != wanted for row in rows):
             yield f"its row does not say {wanted}: {evidence.traces_of(work.name)}"
 
@@ -340,7 +365,7 @@ def dead_letters_are_published_once(evidence: Evidence) -> Iterator[str]:
     for work in _promised(evidence):
         if expected_end(work) != "dead" or work.kind in ("kdlq", "large"):
             continue
-        count = evidence.dead_records[work.name]
+        count = len(evidence.dead_records.get(work.name, ()))
         recorded = [letter.failed_at for letter in evidence.letters_of(work.name)]
         if not count:
             yield f"never: {evidence.traces_of(work.name)}"

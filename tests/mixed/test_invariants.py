@@ -43,7 +43,7 @@ def evidence() -> Evidence:
         begins={work.name: [Begin(108.5, 7)] for work in done},
         signals={"mx3x": ["failed"]} | {work.name: ["completed"] for work in done},
         records=Counter({"mx5x": 1}),
-        dead_records=Counter({"mx3x": 1}),
+        dead_records={"mx3x": [104.0]},
         has_dead_records=True,
         leases=[],
     )
@@ -102,7 +102,7 @@ def publish_twice(it: Evidence) -> None:
 
 
 def publish_death_twice(it: Evidence) -> None:
-    it.dead_records["mx3x"] = 2
+    it.dead_records["mx3x"] = [104.0, 104.1]
 
 
 def starve(it: Evidence) -> None:
@@ -214,3 +214,19 @@ def test_a_task_may_complete_that_was_saved_and_never_cancelled() -> None:
 def test_a_seed_draws_the_same_plan_each_time(engine: str) -> None:
     assert draw(5, engine) == draw(5, engine)
     assert draw(5, engine).works != draw(6, engine).works
+
+
+def test_the_processing_of_a_record_that_kdlq_kills_completes_with_the_kill() -> None:
+    # Given a record whose first transaction failed: a row has brought it back, and it was killed
+    found = evidence()
+    found.works["mx9x"] = Work("mx9x", "kdlq", 0, 10, end="refuse")
+    found.committed["mx9x"] = 109.0
+    found.rows.append(Row("id-9", "mx9x", "completed"))
+    found.letters.append(Letter("kill", "mx9x", "fatal", 110.0))
+    found.signals["mx9x"] = ["processed", "processed", "completed"]
+    found.dead_records["mx9x"] = [110.0]
+    # Then all is well
+    assert complaints(found) == []
+    # And without its dead letter it is lost
+    found.letters.pop()
+    assert any("no end: mx9x" in complaint for complaint in complaints(found))

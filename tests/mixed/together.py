@@ -143,13 +143,14 @@ class Together:
     def _note_topics(self) -> None:
         """Note what the topics for others hold, since they end with this process."""
         from tests.mixed import names
+        from tests.mixed.execution import published_at
         from tests.mixed.trace import identity_in
 
         run = os.environ[names.RUN]
         for topic in names.topics_of_others(run):
             word = "record" if topic == names.topic("others", run) else "dead_record"
             for record in self._transport.records(topic):
-                note(word, identity_in(record.value))
+                note(word, identity_in(record.value), published_at(record))
         for place, count in self.lag().items():
             if count:
                 note("unread", place, count)
