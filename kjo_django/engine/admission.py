@@ -11,7 +11,14 @@ from uuid import UUID
 from kjo_django import states
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
-from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason, RefusedRecord
+from kjo_django.engine.attempt import (
+    FAILURES,
+    Attempt,
+    Delivery,
+    Ending,
+    Reason,
+    RefusedRecord,
+)
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.messages.headers import Message, message_id
@@ -136,20 +143,19 @@ def admit(
     message, handler, runtime = delivery.message, delivery.handler, leases.runtime
     if not is_fresh and not handler.judges_itself:
         return Attempt(delivery, Ending.DUPLICATE, row=row)
-    if row is None:
-        if message.job_id is not None and message.service == runtime.service:
-            # Its row was here and was deleted by somebody who meant it.
-            return Attempt(delivery, Ending.SKIPPED, Reason.DELETED)
-    elif row.generation == NAMED_BY_OTHERS:
+    if row is None and message.job_id is not None and message.service == runtime.service:
+        # Its row was here and was deleted by somebody who meant it.
+        return Attempt(delivery, Ending.SKIPPED, Reason.DELETED)
+    if row is not None and row.generation == NAMED_BY_OTHERS:
         # If it ran, its marker would mean that our job is completed.
         text = f"Its id is that of the job {row.id} of this service, which has not ended"
         error: KjoError = MessageError("invalid", text)
         return Attempt(delivery, Ending.DEAD, DeadLetterReason.INVALID, error=error)
-    else:
-        if skipped := why_skip(delivery, row):
-            return Attempt(delivery, Ending.SKIPPED, skipped, row)
-        if row.lease_token and _is_held_elsewhere(row, leases, now):
-            return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
+    skipped = why_skip(delivery, row) if row is not None else None
+    if skipped:
+        return Attempt(delivery, Ending.SKIPPED, skipped, row)
+    if row is not None and row.lease_token and _is_leased_elsewhere(row, leases, now):
+        return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
         # The job whose name it bears has not failed, and goes on.
@@ -157,7 +163,7 @@ def admit(
     attempt = attempt_of(runtime, delivery, row)
     if row is not None and row.expires_at is not None:
         end_expired(attempt, now)
-    if attempt.ending is None and attempt.number > (limit := attempt.limit):
+    if attempt.number > (limit := attempt.limit):
         attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.STALLED
         attempt.number = limit
         attempt.error = StalledError(
@@ -167,11 +173,11 @@ def admit(
     return attempt
 
 
-def _is_held_elsewhere(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
+def _is_leased_elsewhere(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
     """Return whether a leased job is run outside a transaction by another worker, which lives."""
     holder, until = row.lease_token, row.lease_expires_at
-    is_held = holder != leases.token and until is not None and until > now
-    return is_held and not leases.is_vanished(holder)
+    is_leased = holder != leases.token and until is not None and until > now
+    return is_leased and not leases.is_vanished(holder)
 
 
 def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Attempt:
@@ -242,7 +248,7 @@ def _refused(
         return Attempt(delivery, Ending.DEAD, problem.reason, error=problem)
     if skipped := why_skip(delivery, row):
         return Attempt(delivery, Ending.SKIPPED, skipped, row)
-    if row.lease_token and _is_held_elsewhere(row, leases, now):
+    if row.lease_token and _is_leased_elsewhere(row, leases, now):
         return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     attempt = Attempt(delivery, Ending.DEAD, problem.reason, row, row.attempts, error=problem)
     end_expired(attempt, now)
@@ -259,7 +265,13 @@ def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -
     return row.expires_at is not None and row.expires_at <= CLOCK.now()
 
 
-def is_left_open(attempt: Attempt) -> bool:
+def is_to_be_recorded(attempt: Attempt) -> bool:
+    """Return whether the rows do not know yet how an attempt without effects has ended, and are to
+    know it: it has failed, or its job's row is left open."""
+    return attempt.ending in FAILURES or _is_left_open(attempt)
+
+
+def _is_left_open(attempt: Attempt) -> bool:
     """Whether the row of a duplicate of a message nobody enqueued here waited for the very attempt
     it asks for.
 
@@ -300,6 +312,14 @@ class HeldBack(set[object]):
     def covers(self, delivery: Delivery) -> bool:
         """Return whether a delivery is not to run."""
         return delivery.shard in self or delivery.place in self
+
+    def split(self, deliveries: Iterable[Delivery]) -> tuple[list[Delivery], list[Delivery]]:
+        """Return those of the deliveries that are to run, and those that are not."""
+        runs: list[Delivery] = []
+        kept: list[Delivery] = []
+        for delivery in deliveries:
+            (kept if self.covers(delivery) else runs).append(delivery)
+        return runs, kept
 
     def defer(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Hold back what comes after these deliveries, and return them."""

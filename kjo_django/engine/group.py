@@ -52,7 +52,7 @@ from kjo_django.engine.attempt import (
     RefusedRecord,
 )
 from kjo_django.engine.committed import keep_committed
-from kjo_django.engine.direct_steps import DirectSteps
+from kjo_django.engine.direct_steps import DirectSteps, JoinedSteps
 from kjo_django.engine.handler.call import call_isolated, call_watched, recording
 from kjo_django.engine.handler.connections import (
     TransactionGuard,
@@ -157,6 +157,8 @@ class Pipeline:
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
+        self._stops_waiting = stopping
+        """Ends the wait for servers that are away; None: nobody waits for them."""
         self.limiter = Limiter(leases, on_earlier, on_put_off, on_unused_permit)
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
@@ -207,7 +209,7 @@ class Pipeline:
                 try:
                     return self._run_once(left, running)
                 except OUTAGES as error:
-                    retry = retry or OutageRetry(self._stopping if self._is_workers else None)
+                    retry = retry or OutageRetry(self._stops_waiting)
                     using = self._runtime.database
                     following = retry.after(error, using, "The group cannot be settled", 1)
                     self._watch.check()
@@ -234,10 +236,18 @@ class Pipeline:
             self._spend(_unsettled(deliveries, running))
             raise
         finally:
-            owned = self._leases.owned
-            mine = [d for d in deliveries if d in owned and not (running and d in running)]
-            if mine and is_ours and not self._watch.is_abandoned:
-                self._give_back(mine)
+            if is_ours and self._leases.owned:
+                self._give_back_left(deliveries, running)
+
+    def _give_back_left(
+        self, deliveries: Sequence[Delivery], running: set[Delivery] | None
+    ) -> None:
+        """Give back what deliveries of a group that has ended still own, but for those that run on
+        an event loop."""
+        owned = self._leases.owned
+        mine = [d for d in deliveries if d in owned and not (running and d in running)]
+        if mine and not self._watch.is_abandoned:
+            self._give_back(mine)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back all that deliveries still own."""
@@ -254,22 +264,13 @@ class Pipeline:
         self, deliveries: Sequence[Delivery], running: set[Delivery] | None
     ) -> list[Delivery]:
         freshen_connections(is_own=self._is_workers)
-        held_back, deferred, left = HeldBack(), [], list(deliveries)
-        # What has ended is only to be settled.
-        ended = [d.attempt for d in left if d.attempt is not None and d.attempt.must_not_run]
-        if ended:
-            deferred = held_back.defer(self._settle(ended))
-            left = [d for d in left if not d.is_settled and d not in deferred]
-            deferred += [delivery for delivery in left if held_back.covers(delivery)]
-            left = [delivery for delivery in left if not held_back.covers(delivery)]
+        left, deferred, held_back = list(deliveries), list[Delivery](), HeldBack()
+        if any(delivery.attempt is not None for delivery in deliveries):
+            left, deferred = self._settle_known(deliveries, held_back)
         if not left:
             return deferred
-        refused = [delivery for delivery in left if isinstance(delivery, RefusedRecord)]
-        if refused:
-            attempts = admission.refuse(self._leases, refused)
-            if self._is_workers:  # others may know what this one does not
-                failures.wait_for_handlers(self._runtime, attempts)
-            return deferred + self._settle(attempts)
+        if left[0].mode is Mode.POISON:
+            return deferred + self._refuse(left)
         is_orphan = left[0].is_orphan and len(left) == 1
         left[0].is_orphan = False  # deferred once more, it waits as others do
         for delivery in left:
@@ -289,6 +290,26 @@ class Pipeline:
         if waiting:
             self.limiter.keep_places(waiting)
         return deferred + waiting
+
+    def _settle_known(
+        self, deliveries: Sequence[Delivery], held_back: HeldBack
+    ) -> tuple[list[Delivery], list[Delivery]]:
+        """Settle attempts that had ended when their group began; return what is to run, and the
+        deferred."""
+        known = [d.attempt for d in deliveries if d.attempt is not None]
+        ended = [attempt for attempt in known if attempt.must_not_run]
+        deferred = held_back.defer(self._settle(ended)) if ended else []
+        left = [d for d in deliveries if not d.is_settled and d not in deferred]
+        left, behind = held_back.split(left)
+        return left, deferred + behind
+
+    def _refuse(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Settle records that no handler here can run; returns the deferred."""
+        refused = [delivery for delivery in deliveries if isinstance(delivery, RefusedRecord)]
+        attempts = admission.refuse(self._leases, refused)
+        if self._is_workers:  # others may know what this one does not
+            failures.wait_for_handlers(self._runtime, attempts)
+        return self._settle(attempts)
 
     def abandon(
         self,
@@ -582,17 +603,7 @@ class Pipeline:
         try:
             self._transact([delivery], attempts)
         except RolledBack as rolled_back:
-            guard = rolled_back.guard
-            guard.refuse_in_test()
-            # Was that the handler's doing, or the database's, which is away?
-            is_away = not answers(self._runtime.database)
-            if kept := self._keep_committed(guard):
-                return kept
-            if is_away:
-                raise OperationalError("The database went away") from rolled_back
-            is_aborted = any(attempt.abort_reason is not None for attempt in guard.calls)
-            if repeats and not is_aborted and is_repeatable(rolled_back.__cause__):
-                return self._repeat(delivery, repeats)
+            return self._rolled_back(delivery, attempts, rolled_back, repeats)
         except OUTAGES as error:
             self._leave_session()
             if repeats and is_repeatable(error):
@@ -618,6 +629,27 @@ class Pipeline:
             attempt = admission.attempt_of(self._runtime, delivery, row)
             attempt.started_at = CLOCK.now()
             return [failures.judge_error(self._runtime, attempt, error)]
+        return attempts
+
+    def _rolled_back(
+        self, delivery: Delivery, attempts: list[Attempt], error: RolledBack, repeats: int
+    ) -> list[Attempt]:
+        """Return what a delivery has ended with whose own transaction was rolled back.
+
+        :param attempts: were in it.
+        :raises OperationalError: the database is away.
+        """
+        guard = error.guard
+        guard.refuse_in_test()
+        # Was that the handler's doing, or the database's, which is away?
+        is_away = not answers(self._runtime.database)
+        if kept := self._keep_committed(guard):
+            return kept
+        if is_away:
+            raise OperationalError("The database went away") from error
+        is_aborted = any(attempt.abort_reason is not None for attempt in guard.calls)
+        if repeats and not is_aborted and is_repeatable(error.__cause__):
+            return self._repeat(delivery, repeats)
         return attempts
 
     def _repeat(self, delivery: Delivery, repeats: int) -> list[Attempt]:
@@ -661,7 +693,7 @@ class Pipeline:
 
     def _until_answered(self, ask: Callable[[], Any]) -> Any:
         """Return what the database answers, waiting for it where it is away."""
-        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
+        retry = OutageRetry(self._stops_waiting, has_run=True)
         while True:
             try:
                 return ask()
@@ -708,47 +740,26 @@ class Pipeline:
         self._watch.check()
         store, connection = self._runtime.store, connections[self._runtime.database]
         guard = TransactionGuard(connection, store)
+        guard.is_shared = len(deliveries) > 1
         self._guards.add(guard)
         savepoint = LazySavepoint(connection, store, guard) if savepoints else None
-        part, joined = deliveries, None
-        given_up: list[Delivery] = []
-        earlier = {attempt.delivery: attempt for attempt in ended}
+        joined: JoinedSteps | None = None
         try:
             with (
                 recording(store, calls_handlers=True) as recorded,
                 ExitStack() as around,
             ):
                 around.enter_context(savepoint.group() if savepoint else nullcontext())
-                while part:
-                    guard.marked_at = CLOCK.now()
-                    admitted = admission.admit_group(self._leases, part, guard.marked_at)
-                    admitted = [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
-                    attempts += admitted
-                    guard.attempts, guard.ran = admitted, []
-                    guard.is_shared = len(part) > 1 or part is not deliveries
-                    self._lane.run_in_transaction(admitted, guard, savepoint)
-                    self._watch.check()
-                    completed = [a for a in admitted if a.ending is Ending.COMPLETED]
-                    if len(completed) < len(admitted):
-                        # A marker left behind would make every later attempt look like a duplicate.
-                        marked = {attempt.key for attempt in admitted if attempt.is_marked}
-                        store.delete_markers(marked - {attempt.key for attempt in completed})
-                    durable = [a for a in admitted if a.ending in _OF_GROUP]
-                    if any(delivery.subscription.joins_transactions for delivery in part):
-                        recorder.acknowledge_within(durable)
-                    # But for those that have a hook to be called under their leases.
-                    durable = [a for a in durable if not a.delivery.handler.observes]
-                    settled = [attempt.delivery for attempt in durable]
-                    given_up += self._leases.settle_within(self._runtime.database, settled)
-                    recorded += completed
-                    if self._receiver is not None and any(map(_step_of, completed)):
-                        joined = joined or self._receiver.joined(deliveries, guard)
-                    receiver: Receiver | None = joined or self._receiver
-                    recorder.complete(self._runtime, completed, receiver=receiver, is_last=True)
-                    part = joined.take() if joined is not None else []
-                    if part and savepoint is None:
-                        savepoint = LazySavepoint(connection, store, guard)
-                        around.enter_context(savepoint.group())
+                completed, given_up = self._transact_part(
+                    deliveries, attempts, guard, savepoint, ended
+                )
+                recorded += completed
+                if self._receiver is not None and any(map(_step_of, completed)):
+                    joined = self._receiver.joined(deliveries, guard)
+                receiver: Receiver | None = joined or self._receiver
+                recorder.complete(self._runtime, completed, receiver=receiver, is_last=True)
+                if joined is not None:
+                    self._transact_joined(joined, attempts, guard, savepoint, recorded)
         except Exception as error:
             self._watch.check()
             self._guards.discard(guard)
@@ -760,6 +771,62 @@ class Pipeline:
             raise
         self._guards.discard(guard)
         self._leases.forget(given_up)
+
+    def _transact_part(
+        self,
+        part: Sequence[Delivery],
+        attempts: list[Attempt],
+        guard: TransactionGuard,
+        savepoint: LazySavepoint | None,
+        ended: Sequence[Attempt] = (),
+    ) -> tuple[list[Attempt], list[Delivery]]:
+        """Admit and run one part of a transaction, and write what is known of it but completions;
+        return these attempts, and the deliveries whose leases are given up with the transaction."""
+        guard.marked_at = CLOCK.now()
+        admitted = admission.admit_group(self._leases, part, guard.marked_at)
+        if ended:
+            admitted = _ended_earlier(admitted, ended)
+        attempts += admitted
+        guard.attempts, guard.ran = admitted, []
+        self._lane.run_in_transaction(admitted, guard, savepoint)
+        self._watch.check()
+        completed = [attempt for attempt in admitted if attempt.ending is Ending.COMPLETED]
+        if len(completed) < len(admitted):
+            # A marker left behind would make every later attempt look like a duplicate.
+            marked = {attempt.key for attempt in admitted if attempt.is_marked}
+            self._runtime.store.delete_markers(marked - {attempt.key for attempt in completed})
+        durable = [attempt for attempt in admitted if attempt.ending in _OF_GROUP]
+        if any(delivery.subscription.joins_transactions for delivery in part):
+            recorder.acknowledge_within(durable)
+        # But for those that have a hook to be called under their leases.
+        settled = [a.delivery for a in durable if not a.delivery.handler.observes]
+        return completed, self._leases.settle_within(self._runtime.database, settled)
+
+    def _transact_joined(
+        self,
+        joined: JoinedSteps,
+        attempts: list[Attempt],
+        guard: TransactionGuard,
+        savepoint: LazySavepoint | None,
+        recorded: list[Attempt],
+    ) -> None:
+        """Run steps that a transaction has released in it, and the steps that these release, until
+        there are no more.
+
+        :param recorded: their completions are added to it.
+        """
+        part = joined.take()
+        with ExitStack() as around:
+            if part and savepoint is None:
+                savepoint = LazySavepoint(guard.connection, self._runtime.store, guard)
+                around.enter_context(savepoint.group())
+            while part:
+                guard.is_shared = True
+                # Nobody has claimed them, so they have no leases to give up.
+                completed, _ = self._transact_part(part, attempts, guard, savepoint)
+                recorded += completed
+                recorder.complete(self._runtime, completed, receiver=joined, is_last=True)
+                part = joined.take()
 
     # --- Admit and run outside a transaction ------------------------------------------------------
 
@@ -794,39 +861,24 @@ class Pipeline:
         :param ended: takes what has ended, and the deferred among it.
         """
         budget = self._runtime.group_budget.seconds
-        left, size, has_begun, retry = deliveries, len(deliveries), False, None
+        left, size, has_begun = deliveries, len(deliveries), False
         while left and not (has_begun and self._stopping.is_set()):
-            ended.deferred += [d for d in left if ended.held_back.covers(d)]
-            left = [d for d in left if not ended.held_back.covers(d)]
-            # No message twice: its second record is judged when the first's ending is recorded.
-            first: dict[EventKey, Delivery] = {}
-            for delivery in left[:size]:
-                if first.setdefault(delivery.key, delivery) is not delivery:
-                    break
-            part = list(first.values())
-            try:
-                attempts = self._admit_leased(part) if part else []
-            except OUTAGES as error:
-                retry = retry or OutageRetry(self._stopping if self._is_workers else None)
-                using = self._runtime.database
-                following = retry.after(error, using, "Jobs cannot be admitted", len(part))
-                if following is Next.STOPPED:
-                    break
-                if following is Next.SPLIT:
-                    size = 1
-                elif following is Next.REFUSED:
-                    # It must not keep those behind it, nor the lane.
-                    ended.deferred += ended.held_back.defer(part)
-                    left, retry = left[len(part) :], None
+            left, behind = ended.held_back.split(left)
+            ended.deferred += behind
+            part = _first_distinct(left[:size])
+            attempts, following = self._admit_part(part) if part else ([], None)
+            if following is Next.STOPPED:
+                break
+            if following is Next.SPLIT:
+                size = 1
                 continue
-            retry, admitted_at = None, time.monotonic()
-            try:
-                self._lane.run_leased(attempts, ended)
-            finally:
-                self._recorder.forget(ended)
-                ended.settle()
-            not_begun = [a.delivery for a in attempts if a.ending is None]
-            self._leases.give_back_rows(not_begun)
+            if following is Next.REFUSED:
+                # It must not keep those behind it, nor the lane.
+                ended.deferred += ended.held_back.defer(part)
+                left = left[len(part) :]
+                continue
+            admitted_at = time.monotonic()
+            not_begun = self._run_admitted(attempts, ended)
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
             # As many as fit into the budget: each that does not is admitted twice.
             size = max(1, len(part) - len(not_begun))
@@ -834,6 +886,30 @@ class Pipeline:
                 size *= 2
             left = not_begun + left[len(part) :]
         return left
+
+    def _admit_part(self, part: Sequence[Delivery]) -> tuple[list[Attempt], Next | None]:
+        """Admit deliveries outside a transaction, waiting out the outages of the database; return
+        their attempts, or what is to be done since they cannot be admitted."""
+        retry = OutageRetry(self._stops_waiting)
+        while True:
+            try:
+                return self._admit_leased(part), None
+            except OUTAGES as error:
+                using = self._runtime.database
+                following = retry.after(error, using, "Jobs cannot be admitted", len(part))
+                if following is not Next.AGAIN:
+                    return [], following
+
+    def _run_admitted(self, attempts: Sequence[Attempt], ended: EndedQueue) -> list[Delivery]:
+        """Run and settle what may run outside a transaction; returns what has not begun."""
+        try:
+            self._lane.run_leased(attempts, ended)
+        finally:
+            self._recorder.forget(ended)
+            ended.settle()
+        not_begun = [attempt.delivery for attempt in attempts if attempt.ending is None]
+        self._leases.give_back_rows(not_begun)
+        return not_begun
 
     def _start_coroutines(
         self, loop: LoopRunner, deliveries: Sequence[Delivery], running: set[Delivery]
@@ -928,19 +1004,15 @@ class Pipeline:
         failed: list[Attempt] = []
         waiting: list[Attempt] = []
         for attempt in attempts:
-            earlier = attempt.delivery.attempt
-            if earlier is not None and earlier is not attempt:
-                attempt = _resolved(attempt, earlier)
-            is_judged_now = attempt is not attempt.delivery.attempt
-            if attempt.pause_seconds is not None and self._is_workers and is_judged_now:
-                self._pause(attempt)
+            if attempt.delivery.attempt is not None or attempt.pause_seconds is not None:
+                attempt = self._judged(attempt)
             if attempt.ending is Ending.DEFERRED:
                 waiting.append(attempt)
-                continue
-            is_new = not attempt.is_recorded
-            if is_new and attempt.ending is Ending.COMPLETED:
+            elif attempt.is_recorded:
+                durable.append(attempt)
+            elif attempt.ending is Ending.COMPLETED:
                 completed.append(attempt)
-            elif is_new and (attempt.ending in FAILURES or admission.is_left_open(attempt)):
+            elif admission.is_to_be_recorded(attempt):
                 failed.append(attempt)
             else:
                 durable.append(attempt)
@@ -952,6 +1024,17 @@ class Pipeline:
         if waiting:
             deferred += self._put_off(waiting)
         return deferred
+
+    def _judged(self, attempt: Attempt) -> Attempt:
+        """Return what a delivery ended with, which may have been in a transaction whose COMMIT was
+        not answered; pause its partition where its error asks for that."""
+        earlier = attempt.delivery.attempt
+        if earlier is not None and earlier is not attempt:
+            attempt = _resolved(attempt, earlier)
+        is_judged_now = attempt is not attempt.delivery.attempt
+        if attempt.pause_seconds is not None and self._is_workers and is_judged_now:
+            self._pause(attempt)
+        return attempt
 
     def _put_off(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Run those alone that have failed in a transaction with others, and defer the rest; return
@@ -1008,7 +1091,7 @@ class Pipeline:
         :param what: could not be done, for the log.
         :param count: number of attempts that are written together.
         """
-        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
+        retry = OutageRetry(self._stops_waiting, has_run=True)
         while True:
             try:
                 write()
@@ -1105,35 +1188,40 @@ class Pipeline:
             if attempt.delivery.limit_state is not None:  # cancelled, or done, before it started
                 self.limiter.give_back([attempt.delivery])
         for subscription, group in groups.items():
-            try:
-                subscription.acknowledge(
-                    [a.delivery.record for a in group if not a.is_acknowledged]
-                )
-            except Exception:
-                logger.exception("%d records could not be acknowledged, trying again", len(group))
-                for attempt in group:
-                    attempt.delivery.attempt = attempt
-                    deferred.append(attempt.delivery)
-            else:
-                for attempt in group:
-                    attempt.is_acknowledged = attempt.is_recorded = True
-                    attempt.delivery.attempt = None
-                    attempt.delivery.is_settled = True
+            deferred += self._acknowledge(subscription, group)
         # Before anybody hears of a failure, since a retry may come to another worker at once.
         if failed := [a.delivery for a in attempts if a.ending in FAILURES]:
             self._leases.settle(failed)
         try:
-            self._announce([attempt for attempt in attempts if not attempt.is_announced])
+            self._announce(attempts)
         finally:
-            owning = [a.delivery for a in attempts if a.delivery in self._leases.owned]
-            if owning:
-                self._leases.settle(owning)
+            if self._leases.owned:
+                self._leases.settle([attempt.delivery for attempt in attempts])
             if self._leases.freed:
                 self.limiter.releaser.awake.set()
         return deferred
 
+    def _acknowledge(
+        self, subscription: Subscription, attempts: Sequence[Attempt]
+    ) -> list[Delivery]:
+        """Acknowledge what is durable; returns the deferred: all, where that is not possible."""
+        records = [each.delivery.record for each in attempts if not each.is_acknowledged]
+        try:
+            subscription.acknowledge(records)
+        except Exception:
+            logger.exception("%d records could not be acknowledged, trying again", len(attempts))
+            for attempt in attempts:
+                attempt.delivery.attempt = attempt
+            return [attempt.delivery for attempt in attempts]
+        for attempt in attempts:
+            attempt.is_acknowledged = attempt.is_recorded = True
+            attempt.delivery.attempt = None
+            attempt.delivery.is_settled = True
+        return []
+
     def _announce(self, attempts: Sequence[Attempt]) -> None:
         """Call hooks and listeners, once for each attempt."""
+        attempts = [attempt for attempt in attempts if not attempt.is_announced]
         for attempt in attempts:
             attempt.is_announced = True
         if not attempts:
@@ -1145,9 +1233,11 @@ class Pipeline:
                 _report(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between
         # its commit and its call.
-        ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
         if channels := {
-            names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
+            names.text(headers, names.REPLY_TO)
+            for attempt in attempts
+            if attempt.ending is not Ending.RETRIED
+            and names.REPLY_TO in (headers := attempt.delivery.record.headers)
         }:
             call_isolated(partial(storing.notify_waiters, channels), "Waiters were not called", {})
         for listener in self._listeners:
@@ -1174,6 +1264,23 @@ class Pipeline:
 def _unsettled(deliveries: Sequence[Delivery], running: set[Delivery] | None) -> list[Delivery]:
     """Return those that are neither settled nor run on an event loop."""
     return [d for d in deliveries if not d.is_settled and not (running and d in running)]
+
+
+def _ended_earlier(admitted: Sequence[Attempt], ended: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts of a group, in place of those that may run the ones with which their
+    deliveries have ended earlier."""
+    earlier = {attempt.delivery: attempt for attempt in ended}
+    return [each if each.ending else earlier.get(each.delivery, each) for each in admitted]
+
+
+def _first_distinct(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Return the first deliveries up to one of a message that is among them: its second record is
+    judged when the ending of the first is recorded."""
+    first: dict[EventKey, Delivery] = {}
+    for delivery in deliveries:
+        if first.setdefault(delivery.key, delivery) is not delivery:
+            break
+    return [*first.values()]
 
 
 def _resolved(attempt: Attempt, earlier: Attempt) -> Attempt:
