@@ -122,11 +122,12 @@ def store(
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
     the order of the jobs.
 
-    :param jobs: of queues of one database; one definition's, if they have a ``UniqueRule``.
+    :param jobs: new ones, ``pending`` or ``waiting``, of queues of one database; one definition's,
+        if they have a ``UniqueRule``.
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
         being a duplicate until its error expires.
     :param beside: rows of the workflow whose steps the jobs are, as ``Store.insert_steps`` takes
-        them. Those in the state ``waiting`` wait for other steps. None has a unique id.
+        them. Jobs that are ``waiting`` wait for other steps. None has a unique id.
     :param is_last: the caller does nothing more but commit.
     :raises JobExistsError: the rule says so of one of them.
     """
@@ -138,52 +139,69 @@ def store(
             return store(
                 jobs, revives_failed=revives_failed, runtime=runtime, beside=beside, is_last=is_last
             )
-    statements, rule = runtime.store, jobs[0].unique_rule
-    queues = {name: runtime.settings.queue(name) for name in {job.queue for job in jobs}}
-    transactional = {
-        name
-        for name, queue in queues.items()
+    joining = {
+        queue.name: queue
+        for queue in map(runtime.settings.queue, {job.queue for job in jobs})
         if transport_class(queue.transport).capabilities.transactional
     }
-    for job in jobs:
-        if job.state != JobState.WAITING:
-            is_sent = job.queue in transactional
-            job.state = JobState.QUEUED if is_sent else JobState.PENDING
-            job.queued_at = job.created_at if is_sent else None
-    is_named = any(job.unique_id is not None for job in jobs)
-    is_one_statement = not is_named or (len(jobs) == 1 and rule is None)
-    with (
-        tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext(),
-        # The common case of a log transport: one statement needs no transaction of its own.
-        nullcontext()
-        if is_one_statement and not transactional
-        # A JobExistsError leaves the caller's transaction as it was.
-        else statements.transaction(savepoint=rule is not None),
-    ):
-        if is_named:
-            answers = _store_unique(jobs, revives_failed, statements)
+    with tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext():
+        if joining or beside or any(job.unique_id is not None for job in jobs):
+            answers = _store_with_more(jobs, joining, runtime, revives_failed, beside, is_last)
         else:
-            if beside:
-                statements.insert_steps(beside, jobs, is_last=is_last and not transactional)
-            else:
-                statements.insert_jobs(jobs)
+            # The common case of a log transport: one statement needs no transaction of its own.
+            runtime.store.insert_jobs(jobs)
             answers = [JobHandle(job.pk, "queued") for job in jobs]
-        for name, queue in queues.items():
-            fresh = [
-                job
-                for job, answer in zip(jobs, answers, strict=True)
-                if job.queue == name and answer.answer in _SENT
-            ]
-            if sent := [job for job in fresh if job.state == JobState.QUEUED]:
-                dispatch_jobs(sent, queue)
-            if fresh:
-                channel = topic_channel(queue.topic) if sent else RELAY_CHANNEL
-                after_commit(runtime, channel, map(_facts, fresh))
-    for job in jobs:
+            after_commit(runtime, RELAY_CHANNEL, map(_facts, jobs))
+    for job, answer in zip(jobs, answers, strict=True):
         job._state.adding, job._state.db = False, alias
-    for answer in answers:
         answer.database = alias
     return answers
+
+
+def _store_with_more(
+    jobs: Sequence[Job],
+    joining: Mapping[str, QueueConf],
+    runtime: Runtime,
+    revives_failed: bool,
+    beside: Sequence[Sequence[Model]],
+    is_last: bool,
+) -> list[JobHandle[Any]]:
+    """Store jobs that have unique ids, rows beside them, or messages that are stored with them.
+
+    :param joining: those of their queues whose transport joins the transaction.
+    """
+    for job in jobs:
+        if job.queue in joining and job.state != JobState.WAITING:
+            job.state, job.queued_at = JobState.QUEUED, job.created_at
+    statements, rule = runtime.store, jobs[0].unique_rule
+    is_named = any(job.unique_id is not None for job in jobs)
+    has_several = joining or (is_named and (len(jobs) > 1 or rule is not None))
+    answers: list[JobHandle[Any]] = [JobHandle(job.pk, "queued") for job in jobs]
+    # A JobExistsError leaves the caller's transaction as it was.
+    with statements.transaction(savepoint=rule is not None) if has_several else nullcontext():
+        if is_named:
+            answers = _store_unique(jobs, revives_failed, statements)
+        elif beside:
+            statements.insert_steps(beside, jobs, is_last=is_last and not joining)
+        else:
+            statements.insert_jobs(jobs)
+        answered = zip(jobs, answers, strict=True)
+        _send_on([job for job, answer in answered if answer.answer in _SENT], joining, runtime)
+    return answers
+
+
+def _send_on(jobs: Iterable[Job], joining: Mapping[str, QueueConf], runtime: Runtime) -> None:
+    """Write the messages of those whose queues are ``joining``; wake who waits for the jobs, on
+    commit."""
+    by_queue: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_queue.setdefault(job.queue, []).append(job)
+    for name, stored in by_queue.items():
+        channel = RELAY_CHANNEL
+        if sent := [job for job in stored if job.state == JobState.QUEUED]:
+            dispatch_jobs(sent, joining[name])
+            channel = topic_channel(joining[name].topic)
+        after_commit(runtime, channel, map(_facts, stored))
 
 
 def _facts(job: Job) -> dict[str, Any]:
