@@ -33,6 +33,7 @@ from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.logs import get_logger
+from kjo_django.models import NEVER
 from kjo_django.outbox import unpublishable
 from kjo_django.outbox.unpublishable import Refusal
 from kjo_django.runtime import Runtime, current_runtime, get_transport, use_database
@@ -130,6 +131,7 @@ class Relay:
             for queue in map(self._settings.queue, names)
             if not storing.is_transactional(queue, self.runtime.database)
         ]
+        self._confs = {queue.name: queue for queue in declared}
         self.queues = [queue.name for queue in declared]
         self._levelled = {queue.name: queue for queue in declared if len(queue.levels) > 1}
         """The queues with levels of priority."""
@@ -158,7 +160,7 @@ class Relay:
         After a full batch the caller publishes the next at once; on PostgreSQL the full one is
         recorded meanwhile.
 
-        :param queues: only those of these; of all it looks after that take records if not given.
+        :param queues: some of those it looks after; all that take records if not given.
         """
         wanted = self._awake() if queues is None else queues
         most, most_bytes = self._settings.relay_batch_size, self._settings.relay_batch_bytes
@@ -182,7 +184,7 @@ class Relay:
             if name in self._levelled:
                 due.sort(key=_urgency, reverse=True)
             try:
-                self._publish(self._settings.queue(name), due, record)
+                self._publish(self._confs[name], due, record)
             except (DatabaseError, InterfaceError):
                 raise
             except Exception as error:
@@ -208,7 +210,7 @@ class Relay:
         began = self._clock.monotonic()
         if began < self._ask_overtaken_at:
             return jobs
-        parts = [(name, level) for name in queues for level in self._settings.queue(name).levels]
+        parts = [(name, level) for name in queues for level in self._confs[name].levels]
         if len(parts) < 2:
             return jobs
         overtaken = self._overtaken(jobs, parts)
@@ -411,30 +413,24 @@ class Relay:
         try:
             was_called, self._is_called = self._is_called, False
             longest, delay = self._settings.poll_interval.total_seconds(), 0.0
-            awake = self._awake() if self._queue_backoff else self.queues
+            awake, topics = self.queues, list[str]()
+            if self._queue_backoff or self._topic_backoff:
+                awake, topics = self._awake(), self._topic_backoff.names()
             if not was_called:
                 if self._publications.unrecorded:
                     self._publications.record_missing()
                     # As long as another relay has no reason to publish them again.
                     self._leases.take(awake)
-                topics = self._topic_backoff.names() if self._topic_backoff else []
-                store, unrecorded = self.runtime.store, self._publications.unrecorded
-                next_at, delay = store.next_due(awake, unrecorded, topics), longest
-                if next_at is not None:
-                    delay = min((next_at - self._clock.now()).total_seconds(), longest)
+                unrecorded = self._publications.unrecorded
+                next_at = self.runtime.store.next_due(awake, unrecorded, topics) or NEVER
+                delay = min((next_at - self._clock.now()).total_seconds(), longest)
             if delay <= 0:
                 mine = self._leases.take(awake)
                 self._leases.busy_since = self._clock.monotonic()
                 count = self.publish_due(mine) if mine else 0
-                if self._publications.unrecorded:
-                    self._publications.record_missing(after=RECORD_AGAIN)
-                if count and self._has_backlog:
-                    self._is_called, delay = True, 0.0
-                elif count:
-                    delay = SOON
-                else:
-                    # Called for a job that is due later, or for one of another relay's.
-                    delay = 0.0 if was_called else min(STANDBY, longest)
+                delay = SOON
+                if not count or self._has_backlog or self._publications.unrecorded:
+                    delay = self._delay_after(count, was_called)
         except Exception as error:
             return self._pause_after(error, began)
         if self._failing_since is not None:
@@ -442,6 +438,22 @@ class Relay:
         self._failure_delay, self._failing_since = 1.0, None
         self._leases.busy_since = None
         return delay
+
+    def _delay_after(self, count: int, was_called: bool) -> float:
+        """Record what a step has left unrecorded; return the seconds until the next step.
+
+        :param count: how many rows were due.
+        :param was_called: the step has looked for them without asking when the first is due.
+        """
+        if self._publications.unrecorded:
+            self._publications.record_missing(after=RECORD_AGAIN)
+        if count and self._has_backlog:
+            self._is_called = True
+            return 0.0
+        if count:
+            return SOON
+        # Called for a job that is due later, or for one of another relay's.
+        return 0.0 if was_called else min(STANDBY, self._settings.poll_interval.total_seconds())
 
     def _pause_after(self, error: Exception, began: float) -> float:
         """Let no step do anything for a while after an error, whatever it is: a relay that dies of
