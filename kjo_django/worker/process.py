@@ -140,22 +140,8 @@ class Worker:
         on_error: Callable[[str, str], None] = lambda source, error: None,
         runtime: Runtime | None = None,
     ) -> None:
-        known = registry.queue_names()
-        unknown = [queue for queue in queues or () if queue not in known]
-        if unknown:
-            raise ImproperlyConfigured(
-                f"No queue is named {unknown[0]!r}. Known: {', '.join(known) or 'none'}."
-            )
-        if runtime is None:
-            runtime = runtime_of(queues[0]) if queues else current_runtime()
-        runtime = replace(runtime, queue_controls={}, limit_controls={})
-        self.runtime = runtime
+        self.runtime = runtime = _own_runtime(queues or (), runtime)
         conf = runtime.settings
-        if other := next((queue for queue in queues or () if not runtime.holds(queue)), None):
-            raise ImproperlyConfigured(
-                f"The jobs of the queue {other!r} are not in {runtime.database!r}, the database of "
-                "this worker. kjo_consume starts a worker for each KJO['QUEUES'][…]['database']."
-            )
         self.id = uuid7()
         self.name = name or default_worker_name()
         self.queues: list[QueueConf] = [
@@ -614,6 +600,27 @@ class Worker:
         jobs = Job.objects.using(self.runtime.database).open()
         now = self.runtime.clock.now()
         return max(0, records - jobs.filter(queue=queue.name, available_at__lte=now).count())
+
+
+def _own_runtime(queues: Sequence[str], given: Runtime | None) -> Runtime:
+    """Return the runtime of a worker of these queues, with controls of its own.
+
+    :raises ImproperlyConfigured: a queue is not known, or its jobs are in another database.
+    """
+    known = registry.queue_names()
+    for name in queues:
+        if name not in known:
+            raise ImproperlyConfigured(
+                f"No queue is named {name!r}. Known: {', '.join(known) or 'none'}."
+            )
+    runtime = given or (runtime_of(queues[0]) if queues else current_runtime())
+    for name in queues:
+        if not runtime.holds(name):
+            raise ImproperlyConfigured(
+                f"The jobs of the queue {name!r} are not in {runtime.database!r}, the database of "
+                "this worker. kjo_consume starts a worker for each KJO['QUEUES'][…]['database']."
+            )
+    return replace(runtime, queue_controls={}, limit_controls={})
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
