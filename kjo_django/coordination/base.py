@@ -58,7 +58,7 @@ class Claim(NamedTuple):
 
 
 FIRST_CLAIM = Claim(True, 1)
-"""The answer for a name that has never been held."""
+"""The answer for a name that has never been leased."""
 
 
 class Listener(abc.ABC):
@@ -119,13 +119,13 @@ class Coordination(abc.ABC):
         """Take a lease on each name that has no live one, all in one round trip. The caller chooses
         names and tokens.
 
-        A name already held by the same ``token`` is acquired again, for ``ttl`` from now, without a
-        new delivery. The delivery count of a name outlives its lease, so a crash is counted.
+        A name that the same ``token`` owns already is acquired again, for ``ttl`` from now, without
+        a new delivery. The delivery count of a name outlives its lease, so a crash is counted.
         """
 
     @abc.abstractmethod
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
-        """Extend the leases still held by ``token``; False for each name it holds no more."""
+        """Extend the leases still owned by ``token``; False for each name it owns no more."""
 
     @abc.abstractmethod
     def release(
@@ -136,7 +136,7 @@ class Coordination(abc.ABC):
         count_delivery: bool = False,
         undo_claim: bool = False,
     ) -> None:
-        """Give up the leases still held by ``token``; those of another owner stay.
+        """Give up the leases still owned by ``token``; those of another owner stay.
 
         The delivery counts of the names released are forgotten: the outcome is durable. With
         ``count_delivery=True`` they stay as they are, so the attempt stays spent. With
@@ -223,7 +223,7 @@ class Coordination(abc.ABC):
         """Answer within ``timeout`` seconds with a short description of what was reached."""
 
     def close(self) -> None:
-        """Release what is held open. Idempotent."""
+        """Release what is kept open. Idempotent."""
         return
 
 

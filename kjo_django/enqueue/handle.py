@@ -229,7 +229,7 @@ class JobHandle(Generic[R_co]):
             return waiter.wait(self._awaited())  # type: ignore[no-any-return]
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
-        """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
+        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile."""
         waiter = Waiter(timeout, releases=True)
         with use_database(await from_coroutine(self._database)()):
             found: R_co = await waiter.await_(await from_coroutine(self._awaited)())

@@ -79,14 +79,14 @@ def limits_awaited(jobs: Iterable[Job]) -> dict[Any, str]:
     limits = {
         row.job_id: row.limit for row in rows if row.generation == later[row.job_id].generation
     }
-    held = {key: job for key, job in later.items() if key in limits or job.available_at == NEVER}
-    if not held:
+    waiting = {key: job for key, job in later.items() if key in limits or job.available_at == NEVER}
+    if not waiting:
         return {}
-    names = {key: _limit_name(job, limits.get(key, "")) for key, job in held.items()}
+    names = {key: _limit_name(job, limits.get(key, "")) for key, job in waiting.items()}
     controls = LimitControl.objects.using(jobs_database()).in_bulk(sorted({*names.values()}))
     return {
         key: _limit_text(job, limits.get(key, ""), names[key], controls.get(names[key]))
-        for key, job in held.items()
+        for key, job in waiting.items()
     }
 
 

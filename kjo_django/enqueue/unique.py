@@ -299,8 +299,8 @@ def _lock_unless_it_runs(rows: QuerySet[Job], using: str) -> Job | None:
     if (job := free.first()) is not None:
         return job
     for delay in LOCKED_RETRIES:
-        held = rows.first()
-        is_leased = True if held is None else _is_leased(held)
+        locked = rows.first()
+        is_leased = True if locked is None else _is_leased(locked)
         if is_leased:
             return None
         if is_leased is None:

@@ -178,7 +178,7 @@ class Relay:
             by_queue.setdefault(job.queue, []).append(job)
         errors: list[Exception] = []
         left = deque(by_queue.items())
-        # It may be held up since it read them, and another relay publish them by then.
+        # It may have been delayed since it read them, and another relay publish them by then.
         while left and self._clock.monotonic() < self._leases.valid_until:
             name, due = left.popleft()
             if name in self._levelled:
@@ -665,7 +665,7 @@ class RelayLeases:
         self._runtime = runtime
         self._clock, self._coordination = runtime.clock, runtime.coordination
         self._token = uuid7().hex
-        self._held: frozenset[str] = frozenset()
+        self._owned: frozenset[str] = frozenset()
         self._sure_until = 0.0
         self._breaker = CircuitBreaker(self._clock)
         self.valid_until = math.inf
@@ -685,10 +685,10 @@ class RelayLeases:
         One it has just taken is not asked for again for a third of its life.
         """
         began = self._clock.monotonic()
-        if began < self._sure_until and self._held.issuperset(queues):
+        if began < self._sure_until and self._owned.issuperset(queues):
             return list(queues)
         names = {self._name(queue): queue for queue in queues}
-        self._held, self.valid_until = frozenset(), math.inf
+        self._owned, self.valid_until = frozenset(), math.inf
         if self._breaker.is_open():
             return list(queues)
         try:
@@ -699,14 +699,14 @@ class RelayLeases:
             return list(queues)
         self._breaker.record_success()
         mine = [names[name] for name, claim in zip(names, claims, strict=True) if claim.acquired]
-        self._held = frozenset(mine)
+        self._owned = frozenset(mine)
         self._sure_until = began + LEASE_TTL.total_seconds() / 3
         self.valid_until = began + LEASE_TTL.total_seconds()
         return mine
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Renew what is held, by a thread of its own, whenever the relay is busy.
+        """Renew what is owned, by a thread of its own, whenever the relay is busy.
 
         A broker that is slow keeps a batch for longer than a lease lives. Every other relay would
         take the queue then, and send the broker the same rows once more.
@@ -730,19 +730,19 @@ class RelayLeases:
             connections.close_all()
 
     def renew(self) -> None:
-        """Renew what is held, if the relay is busy and does not hang. What is lost meanwhile
+        """Renew what is owned, if the relay is busy and does not hang. What is lost meanwhile
         lapses."""
-        began, since, held = self._clock.monotonic(), self.busy_since, self._held
-        if since is None or not held or began - since > LONGEST_BATCH.total_seconds():
+        began, since, owned = self._clock.monotonic(), self.busy_since, self._owned
+        if since is None or not owned or began - since > LONGEST_BATCH.total_seconds():
             return
         try:
-            names = [self._name(queue) for queue in held]
+            names = [self._name(queue) for queue in owned]
             is_renewed = all(self._coordination.renew(names, self._token, LEASE_TTL))
         except Exception as error:
             # Another relay may take them, and send what is sent here once more.
             logger.warning("The relay's leases could not be renewed: %s", error)
             return
-        if held is self._held:
+        if owned is self._owned:
             if is_renewed:
                 self.valid_until = began + LEASE_TTL.total_seconds()
             else:
@@ -750,7 +750,7 @@ class RelayLeases:
 
     def release(self, queues: Collection[str]) -> None:
         """Give the leases of these queues back."""
-        self._held, self._sure_until, self.valid_until = frozenset(), 0.0, math.inf
+        self._owned, self._sure_until, self.valid_until = frozenset(), 0.0, math.inf
         try:
             self._coordination.release([self._name(queue) for queue in queues], self._token)
         except KjoError as error:

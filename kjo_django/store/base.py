@@ -402,7 +402,7 @@ class Store:
         """Write completions into the jobs' rows, inside the caller's transaction.
 
         :param now: when they ended.
-        :param token: of a row lease that must still be held; jobs without it are left as they are.
+        :param token: of a row lease that jobs must still have; those without it stay as they are.
         :param is_last: the caller does nothing more but commit, whatever is returned: the commit
             may go along with the statement.
         :returns: the ids of the jobs recorded.

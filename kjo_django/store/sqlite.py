@@ -116,11 +116,11 @@ class SqliteStore(Store):
             statement = _CLAIM_LEASES.format(names=", ".join(["(%s)"] * len(names)))
             cursor.execute(statement, [token, until, *names, now, now])
             claims = {name: (True, deliveries) for name, deliveries in cursor.fetchall()}
-            held = [name for name in names if name not in claims]
-            if held:
-                places = ", ".join(["%s"] * len(held))
+            leased = [name for name in names if name not in claims]
+            if leased:
+                places = ", ".join(["%s"] * len(leased))
                 statement = f"SELECT name, deliveries FROM kjo_lease WHERE name IN ({places})"  # noqa: S608 - places
-                cursor.execute(statement, held)
+                cursor.execute(statement, leased)
                 claims.update((name, (False, deliveries)) for name, deliveries in cursor)
         return claims
 

@@ -123,8 +123,8 @@ class DatabaseCoordination(Coordination):
                     return dict.fromkeys(batch, token)
                 return dict(live.values_list("name", "token")) if extended else {}
 
-        held = self._run(names, extend)
-        return [name in held for name in names]
+        renewed = self._run(names, extend)
+        return [name in renewed for name in names]
 
     def release(
         self,
@@ -140,9 +140,9 @@ class DatabaseCoordination(Coordination):
             return
 
         def end(batch: Sequence[str]) -> None:
-            held = self._leases.filter(name__in=batch, token=token)
+            owned = self._leases.filter(name__in=batch, token=token)
             undone = {"deliveries": F("deliveries") - 1} if undo_claim else {}
-            held.update(token="", expires_at=self.clock.now(), **undone)
+            owned.update(token="", expires_at=self.clock.now(), **undone)
 
         self._run(names, end)
 
