@@ -48,7 +48,7 @@ class LeasedSubscription(Subscription):
         self._on_assigned = on_assigned
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: set[Any] = set()
+        self._owned: set[Any] = set()
         """The tokens of what was handed out and is not given up."""
         self._settled: set[Any] = set()
         """Those of them that are acknowledged."""
@@ -76,7 +76,7 @@ class LeasedSubscription(Subscription):
 
     @abc.abstractmethod
     def _leave(self) -> None:
-        """Write acknowledgements, give back what is held and leave the group; raises nothing."""
+        """Write acknowledgements, give back what is owned and leave the group; raises nothing."""
 
     def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         """Attempt it again and again until there are records, it is woken or the time is up."""
@@ -98,22 +98,22 @@ class LeasedSubscription(Subscription):
     def _mine(self, records: Iterable[Record]) -> list[Any]:
         """Return the tokens of those records that this consumer still holds."""
         with self._lock:
-            return [each.token for each in records if each.token in self._held]
+            return [each.token for each in records if each.token in self._owned]
 
     def _hold(self, records: Iterable[Record]) -> None:
         with self._lock:
-            self._held.update(record.token for record in records)
+            self._owned.update(record.token for record in records)
 
     def _forget(self, tokens: Iterable[Any]) -> None:
         with self._lock:
-            self._held.difference_update(tokens)
+            self._owned.difference_update(tokens)
             self._settled.difference_update(tokens)
 
     def acknowledge(self, records: Iterable[Record]) -> None:
         """Note settled records; the next poll, ``flush`` or ``close`` writes them."""
         with self._lock:
             if not self._is_closed:
-                mine = (each.token for each in records if each.token in self._held)
+                mine = (each.token for each in records if each.token in self._owned)
                 self._settled.update(mine)
 
     def _write_settled(self) -> None:
@@ -127,7 +127,7 @@ class LeasedSubscription(Subscription):
     def holds(self, record: Record) -> bool:
         """Return whether the record is this consumer's by all it knows."""
         with self._lock:
-            return record.token in self._held and not self._is_closed
+            return record.token in self._owned and not self._is_closed
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Fetch nothing of these topics; what was handed out stays this consumer's."""

@@ -155,14 +155,14 @@ class Consuming(Suite):
         if not first.supports_release:
             pytest.skip("its consumers keep what they were given until they close")
         self.publish_values(transport, topic, b"1", b"2", b"3", key=None)
-        held = self.read(first, 3)
+        owned = self.read(first, 3)
         # When it gives up some of it
-        first.release(held[1:])
+        first.release(owned[1:])
         # Then the other one gets that
         second = self.subscribe(transport, topic, group)
-        assert set(values(self.read(second, 2))) == set(values(held[1:]))
+        assert set(values(self.read(second, 2))) == set(values(owned[1:]))
         # And what it kept is its own to settle
-        self.settle(first, held[:1])
+        self.settle(first, owned[:1])
         first.close()
         self.read_nothing(second)
 
@@ -174,10 +174,10 @@ class Consuming(Suite):
         if not first.release_keeps_order:
             pytest.skip("it does not promise that")
         self.publish_values(transport, topic, b"1", b"2", key=b"k")
-        held = self.read(first, 2)
+        owned = self.read(first, 2)
         # When it gives that up, after more of the key came
         self.publish_values(transport, topic, b"3", key=b"k")
-        first.release(held)
+        first.release(owned)
         # Then it comes in the order in which it was published
         second = self.subscribe(transport, topic, group)
         assert values(self.read(second, 3)) == [b"1", b"2", b"3"]

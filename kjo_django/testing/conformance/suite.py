@@ -171,15 +171,15 @@ class Suite:
 
     def join(self, *subscriptions: Subscription, partitions: int | None = None) -> None:
         """Poll until each has an assignment, together ``partitions`` without overlap."""
-        held: list[Record] = []
+        polled: list[Record] = []
 
         def everyone_has_some() -> bool:
             for subscription in subscriptions:
-                held.extend(subscription.poll(0, 0.05))
+                polled.extend(subscription.poll(0, 0.05))
             shares = [subscription.assignment() for subscription in subscriptions]
             flat = [partition for share in shares for partition in share]
             whole = partitions is None or (len(flat) == len(set(flat)) == partitions)
             return all(shares) and whole
 
         eventually(everyone_has_some, self.within, "every subscription has its share")
-        assert held == []
+        assert polled == []

@@ -157,7 +157,7 @@ class DatabaseSubscription(LeasedSubscription):
                 self._plan.ask_now()
             self._write_settled()
             if (now := self._clock.monotonic()) >= self._renew_at:
-                if self._held:
+                if self._owned:
                     self._renew()
                 self._renew_at = now + self._lease.total_seconds() / 3
             claimed = self._claim(max_records, max_bytes)
@@ -174,7 +174,7 @@ class DatabaseSubscription(LeasedSubscription):
     def _renew(self) -> None:
         """Renew the leases. A row that somebody has locked is left out: a transaction that settles
         it may last, and has others locked that this one would wait for."""
-        rows, expires_at = self._held_rows(), self._clock.now() + self._lease
+        rows, expires_at = self._leased_rows(), self._clock.now() + self._lease
         if not connections[self._alias].features.has_select_for_update_skip_locked:
             rows.update(lease_expires_at=expires_at)
             return
@@ -185,10 +185,10 @@ class DatabaseSubscription(LeasedSubscription):
             _change(self._alias, _RENEW, [moment, self._token], ids)
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
-        """Hold these records, and return them without those that are held already: one that another
+        """Own these records, and return them without those that are owned already: one that another
         consumer took over and gave back is here, and to acknowledge a second copy would delete the
         row of the first."""
-        records = [record for record in claimed if record.token not in self._held]
+        records = [record for record in claimed if record.token not in self._owned]
         self._hold(records)
         return records
 
@@ -473,9 +473,9 @@ class DatabaseSubscription(LeasedSubscription):
             orphans.update(consumer_group=self._group)
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
-    # --- Rows held --------------------------------------------------------------------------------
+    # --- Rows leased ------------------------------------------------------------------------------
 
-    def _held_rows(self) -> QuerySet[TransportMessage]:
+    def _leased_rows(self) -> QuerySet[TransportMessage]:
         """Return the rows leased to this consumer, whether or not the lease is still live."""
         rows = TransportMessage.objects.using(self._alias).filter(lease_token=self._token)
         return rows.exclude(lease_token="")  # the partial index again
@@ -485,8 +485,8 @@ class DatabaseSubscription(LeasedSubscription):
         nobody."""
         if self._may_have_strays:
             with self._lock:
-                known = {id for _, id in self._held}
-            leased = self._held_rows().values_list("id", flat=True)
+                known = {id for _, id in self._owned}
+            leased = self._leased_rows().values_list("id", flat=True)
             self._free([id for id in leased if id not in known])
             self._may_have_strays = False
 
@@ -527,7 +527,7 @@ class DatabaseSubscription(LeasedSubscription):
         return False
 
     def release(self, records: Iterable[Record]) -> None:
-        """Free these rows; while the database is away they stay held, until it is asked again."""
+        """Free these rows; while the database is away they stay leased, until it is asked again."""
         mine = self._mine(records)
         if not self._insist(lambda: self._free(id for _, id in mine)):
             self._may_have_strays = True
@@ -543,7 +543,7 @@ class DatabaseSubscription(LeasedSubscription):
         self._plan.expect_more()
 
     def skip_keys(self, keys: Collection[TopicKey]) -> None:
-        """Claim no row of these keys; what is held of them stays held."""
+        """Claim no row of these keys; what is leased of them stays leased."""
         skipped: dict[str, set[int]] = {}
         for topic, key in keys:
             skipped.setdefault(topic, set()).add(key_hash(key))
@@ -554,7 +554,7 @@ class DatabaseSubscription(LeasedSubscription):
 
     def _leave(self) -> None:
         """Write acknowledgements, hand back the rest at once and close this thread's connection."""
-        rows = self._held_rows()
+        rows = self._leased_rows()
         if not (
             self._insist(self._write_settled)
             and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))

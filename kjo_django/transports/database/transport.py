@@ -205,7 +205,7 @@ class DatabaseTransport(Transport):
         )
 
     def close(self) -> None:
-        """Nothing is held open: connections are Django's own."""
+        """Nothing is kept open: connections are Django's own."""
 
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
         """Count the group's rows by topic, those in flight included, delayed ones before their time

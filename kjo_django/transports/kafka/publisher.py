@@ -1,10 +1,10 @@
 """Publishing: one call has a producer for itself, and waits for every delivery report.
 
 A broker takes or refuses a batch as a whole, and librdkafka sends the next batch of a partition
-without waiting for the answer to the one before. What a refused batch held would come behind what
-was sent after it. So records that are on their way together, a *portion*, are cut such that the
-records of a key are in one batch: those of a key behind what fills a batch wait for the next
-portion, and behind a record that was not accepted they are not sent at all.
+without waiting for the answer to the one before. What was in a refused batch would come
+behind what was sent after it. So records that are on their way together, a *portion*, are cut such
+that the records of a key are in one batch: those of a key behind what fills a batch wait for the
+next portion, and behind a record that was not accepted they are not sent at all.
 
 Three facts of librdkafka make batches predictable. The client is this call's alone, and nothing is
 on its way when a portion begins. ``linger.ms`` is longer than handing a portion over takes, so no

@@ -143,7 +143,7 @@ class Reading:
         self._stash_bytes = 0
         self._mean_bytes = 0
         """Of the values that the client gave last."""
-        self._held = False
+        self._all_paused = False
         """Whether all partitions are paused, since the stash is full."""
         self._torn = False
         """Whether messages have left the client that were not handed out."""
@@ -183,14 +183,14 @@ class Reading:
         self._stash.append(message)
         self._stash_bytes += len(message)
         if len(self._stash) >= STASH_RECORDS or self._stash_bytes >= STASH_BYTES:
-            self._held = self.unsteady = True
+            self._all_paused = self.unsteady = True
 
     def _set_stash(self, messages: Iterable[Any]) -> None:
         """Keep these messages put away and no others. Positions stand before what is forgotten."""
         self._stash = deque(messages)
         self._stash_bytes = sum(map(len, self._stash))
-        if self._held and not self._stash:
-            self._held, self.unsteady = False, True
+        if self._all_paused and not self._stash:
+            self._all_paused, self.unsteady = False, True
 
     def _drop_from_stash(self) -> None:
         """Forget what is put away of partitions that are paused or gone."""
@@ -219,9 +219,9 @@ class Reading:
             try:
                 if reader.partition in self._paused:
                     self._pause_client(consumer, reader)
-                elif reader.muted or (reader.client_paused and not self._held):
+                elif reader.muted or (reader.client_paused and not self._all_paused):
                     self._resume_client(consumer, reader)
-                elif self._held:
+                elif self._all_paused:
                     self._pause_client(consumer, reader)
             except KafkaException as error:
                 # Not fetching yet, or on its way out: the next round tries again.

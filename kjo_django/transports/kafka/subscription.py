@@ -517,8 +517,8 @@ class KafkaSubscription(Watermark, Subscription):
         logger.error(
             "Consumer group %s: the client failed permanently and is replaced", self._group
         )
-        held = [KafkaPartition(*partition) for partition in self.assignment()]
-        self._guard(self._lose)(None, held)
+        assigned = [KafkaPartition(*partition) for partition in self.assignment()]
+        self._guard(self._lose)(None, assigned)
         self._committer.is_silent = self._committer.is_silent or self._health.is_unanswered
         self._leave(consumer)
         self._consumer = None

@@ -2,7 +2,7 @@
 
 A topic is a stream, a consumer group is the stream's own. Entries are shared out one by one, so
 there is no order of a key *between* consumers (``capabilities.ordering`` is False); within one
-worker the lanes keep it. What a crashed consumer held is claimed by others once it has been silent
+worker the lanes keep it. What a crashed consumer owned is claimed by others once it has been silent
 for the lease. An entry is removed only when it is older than ``RETENTION`` *and* every group has
 acknowledged it: undelivered work is never trimmed, whatever the length of the stream.
 
@@ -210,7 +210,7 @@ class RedisStreamsTransport(Transport):
         )
 
     def close(self) -> None:
-        """Nothing is held open: the pool is django-redis' own."""
+        """Nothing is kept open: the pool is django-redis' own."""
 
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
         """Count what the group has not acknowledged: waiting and in flight."""
@@ -384,7 +384,7 @@ class RedisStreamsSubscription(LeasedSubscription):
                 claimed = self._claim_of(client, stream, count)
             except RedisError:
                 if records:
-                    # These are held and renewed: if they were dropped here, nobody would get them.
+                    # These are owned and renewed: if they were dropped here, nobody would get them.
                     return records
                 raise
             records += claimed
@@ -411,21 +411,21 @@ class RedisStreamsSubscription(LeasedSubscription):
         records = [
             record_of(topic, id, fields, (self._name, stream, id))
             for id, fields in entries
-            if fields is not None and (self._name, stream, id) not in self._held
+            if fields is not None and (self._name, stream, id) not in self._owned
         ]
         self._hold(records)
         return records
 
-    # --- Entries held -----------------------------------------------------------------------------
+    # --- Entries owned ----------------------------------------------------------------------------
 
     def _keep(self, client: Any) -> None:
-        """Renew what is held and trim, as far as each is due."""
+        """Renew what is owned and trim, as far as each is due."""
         now = time.monotonic()
         if now >= self._renew_at:
             self._renew_at = now + self._lease / 3
             with self._lock:
-                held = list(self._held)
-            self._run(_TRANSFER, held, self._name, 0)
+                owned = list(self._owned)
+            self._run(_TRANSFER, owned, self._name, 0)
         if now >= self._trim_at:
             self._trim_at = now + TRIM_INTERVAL
             for stream in self._topics_of:
@@ -463,7 +463,7 @@ class RedisStreamsSubscription(LeasedSubscription):
     def _leave(self) -> None:
         try:
             self._write_settled()
-            self._run(_TRANSFER, list(self._held), RELEASED, LONG_SILENT)
+            self._run(_TRANSFER, list(self._owned), RELEASED, LONG_SILENT)
             for stream in self._topics_of if self._is_open else ():
                 self._delete_consumer(stream)
         except RedisError as error:
