@@ -134,7 +134,7 @@ Letter = shape(
 LetterPage = page_of(Letter)
 LetterDetail = shape(
     "DeadLetterDetail",
-    "A dead letter with where it was, and to those who may see it what it held.",
+    "A dead letter with where it was, and to those who may see it what it contained.",
     Letter,
     **columns(DeadLetter, DETAILS),
     key=serializers.CharField(
@@ -171,8 +171,8 @@ ErrorGroups = shape(
 
 @endpoint("dead_letters_list", TAG, ["view_deadletter"], {200: LetterPage}, query=LetterQuery)
 def list_letters(view: KjoView) -> Response:
-    """List dead letters, newest first, without what they held. The open ones, unless `state`
-    says otherwise."""
+    """List dead letters, newest first, without what they contained. The open ones, unless
+    `state` says otherwise."""
     query = view.query(LetterQuery)
     view.refuse_texts(query)
     rows, cursor = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
@@ -201,8 +201,8 @@ def list_groups(view: KjoView) -> Response:
     problems=[404],
 )
 def read_letter(view: KjoView, id: str) -> Response:
-    """Tell why a message died and what became of it, and to those who may see it what it
-    held."""
+    """Tell why a message died and what became of it, and to those who may see it what
+    it contained."""
     rows = DeadLetter.objects.using(jobs_database())
     letter = rows.defer(*(() if view.sees_payloads else LARGE)).filter(pk=id_of(id)).first()
     if letter is None:

@@ -99,11 +99,11 @@ def list_workers(view: KjoView) -> Response:
 def read_worker(view: KjoView, id: str) -> Response:
     """Tell of one worker."""
     row = find(id)
-    held = assignments(row.partitions)
+    assigned = assignments(row.partitions)
     if not view.sees_payloads:
         hide_texts([row])
     answer = summary(row) | {name: getattr(row, name) for name in DETAILS}
-    answer |= {"partitions": held, "rebalanced_at": rebalanced_at(held)}
+    answer |= {"partitions": assigned, "rebalanced_at": rebalanced_at(assigned)}
     return Response(WorkerDetail(answer).data)
 
 

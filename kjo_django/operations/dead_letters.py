@@ -778,15 +778,15 @@ class Replayer:
         One alone is waited for: the other run closes its letter, or has died, and its lease ends.
         """
         token = uuid7().hex
-        held = _claim(keys, token)
-        while len(keys) == 1 and not held and self._open(keys):
+        leased = _claim(keys, token)
+        while len(keys) == 1 and not leased and self._open(keys):
             time.sleep(LOOK_AGAIN)
-            held = _claim(keys, token)
+            leased = _claim(keys, token)
         try:
-            yield held
+            yield leased
         finally:
             with suppress(CoordinationError):  # then they expire
-                get_coordination().release([_lease_of(key) for key in held], token)
+                get_coordination().release([_lease_of(key) for key in leased], token)
 
     def _close(self, letters: Sequence[DeadLetter]) -> None:
         if letters:

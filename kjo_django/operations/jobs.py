@@ -58,7 +58,7 @@ Selection = QuerySet[Job] | Iterable[Job | uuid.UUID | str]
 LOCKED_RETRIES = (0.02, 0.1)
 """Seconds before a locked row is looked at again: a relay holds one for a moment only."""
 PUBLISH_BATCH = 50
-"""Payloads held in memory at once."""
+"""Payloads kept in memory at once."""
 
 
 class CancelResult(enum.StrEnum):
@@ -494,23 +494,23 @@ def lock_jobs(keys: Sequence[Any]) -> tuple[list[Job], set[Any], int]:
     given = list(map(key_of, keys))
     wanted = {key for key in given if key is not None}
     rows = Job.objects.using(jobs_database()).defer("payload", "result")
-    held = lock(rows, sorted(wanted))
-    present = {job.pk for job in held}
-    if len(held) < len(wanted):
+    locked = lock(rows, sorted(wanted))
+    present = {job.pk for job in locked}
+    if len(locked) < len(wanted):
         present |= set(rows.filter(pk__in=wanted - present).values_list("pk", flat=True))
-        # Other transactions hold these rows. One that is still held after a moment is processed.
-        for delay in LOCKED_RETRIES if len(held) < len(present) else ():
+        # Other transactions hold these rows. One that stays locked after a moment is processed.
+        for delay in LOCKED_RETRIES if len(locked) < len(present) else ():
             time.sleep(delay)
-            held += lock(rows, sorted(present - {job.pk for job in held}))
+            locked += lock(rows, sorted(present - {job.pk for job in locked}))
     now = CLOCK.now()
     leased_by_row = {
         job.pk
-        for job in held
+        for job in locked
         if job.state in states.OPEN and job.lease_expires_at and job.lease_expires_at > now
     }
-    busy = leased_by_row.union(leased_jobs([job for job in held if job.pk not in leased_by_row]))
+    busy = leased_by_row.union(leased_jobs([job for job in locked if job.pk not in leased_by_row]))
     return (
-        [job for job in held if job.pk not in busy],
-        present - {job.pk for job in held} | busy,
+        [job for job in locked if job.pk not in busy],
+        present - {job.pk for job in locked} | busy,
         len(wanted) - len(present) + given.count(None),
     )

@@ -98,9 +98,9 @@ def assignments(partitions: Any) -> list[Assignment]:
     return found
 
 
-def rebalanced_at(held: list[Assignment]) -> datetime | None:
+def rebalanced_at(assigned: list[Assignment]) -> datetime | None:
     """Return when an assignment of the worker changed last, or None."""
-    return max((each.rebalanced_at for each in held if each.rebalanced_at), default=None)
+    return max((each.rebalanced_at for each in assigned if each.rebalanced_at), default=None)
 
 
 # --- Details --------------------------------------------------------------------------------------

@@ -373,10 +373,10 @@ class _Advance:
         if workflow.state not in OPEN_WORKFLOWS:
             pass  # it was cancelled, and steps that ran then have ended since
         elif workflow.open_stage_count:
-            is_held = workflow.pk not in self._released and not self._has_open_steps(workflow)
-            workflow.state = WorkflowState.HELD if is_held else WorkflowState.RUNNING
+            awaits_replay = workflow.pk not in self._released and not self._has_open_steps(workflow)
+            workflow.state = WorkflowState.HELD if awaits_replay else WorkflowState.RUNNING
             workflow.finished_at = None
-            workflow.reason = "A failed step is waited for" if is_held else ""
+            workflow.reason = "A failed step is waited for" if awaits_replay else ""
         else:
             workflow.reason = self._why_failed(workflow)
             workflow.state = WorkflowState.FAILED if workflow.reason else WorkflowState.COMPLETED

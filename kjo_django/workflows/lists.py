@@ -39,7 +39,7 @@ MAX_PAGE = 200
 MOST_STAGES = 1000
 """Most stages of one workflow that are read one by one; with more, they are counted by handler."""
 MOST_HELD = 20
-"""Most failed steps that are named as those a workflow is held by."""
+"""Most failed steps that are named as those whose replay a workflow awaits."""
 
 
 # --- Lists ----------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def _by_handler(workflow: Workflow) -> list[StageSummary]:
 
 
 def holding(workflow: Workflow) -> list[dict[str, Any]]:
-    """Return the failed steps that a held workflow waits for, each with its open dead letter."""
+    """Return the failed steps whose replay a workflow awaits, each with its open dead letter."""
     letters = DeadLetter.objects.using(jobs_database()).filter(
         job__stage__workflow=workflow, job__state=JobState.FAILED, state=DeadLetterState.OPEN
     )

@@ -48,7 +48,7 @@ class WorkflowSnapshot:
     unique_id: str | None
     state: WorkflowState
     reason: str
-    """Why it failed, was cancelled or is held."""
+    """Why it failed, was cancelled or awaits a replay."""
     steps: StepNumbers
     deadline: datetime | None
     created_at: datetime

@@ -120,7 +120,7 @@ class WorkflowHandle:
                 return waiter.wait(awaited)
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
+        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile."""
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id), releases=True)
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
         with use_database(await from_coroutine(self._database)()):

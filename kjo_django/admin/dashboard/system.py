@@ -153,9 +153,9 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
     }
 
 
-def _is_of(held: Assignment, group: str, topics: Iterable[str]) -> bool:
+def _is_of(assignment: Assignment, group: str, topics: Iterable[str]) -> bool:
     """Return whether a row is of the group; rows of an older release do not name it."""
-    return held.topic in topics and held.group in (group, None)
+    return assignment.topic in topics and assignment.group in (group, None)
 
 
 def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     first = queues[0]
     holders: dict[int, list[tuple[Assignment, Member]]] = {}
     for member in members:
-        for held in member.held_of(topic):
-            holders.setdefault(held.partition, []).append((held, member))
+        for each in member.held_of(topic):
+            holders.setdefault(each.partition, []).append((each, member))
     is_paused = any(queue["is_paused"] for queue in queues)
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
     known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}
@@ -196,13 +196,12 @@ def _partition(
 ) -> dict[str, Any]:
     # The last to be given a partition has it: of one that was killed the row says so for a while.
     holders = sorted(holders, key=_given_at, reverse=True)[: 1 if has_one_owner else None]
-    held = [each for each, _member in holders]
     return {
         "number": number,
         **(offsets or {"lag": None, "committed": None, "end": None}),
         "state": _state(holders, is_paused),
-        "owners": [member.worker["name"] for _held, member in holders],
-        "rebalanced_at": rebalanced_at(held),
+        "owners": [member.worker["name"] for _each, member in holders],
+        "rebalanced_at": rebalanced_at([each for each, _member in holders]),
     }
 
 
@@ -216,9 +215,9 @@ def _state(holders: Sequence[tuple[Assignment, Member]], is_paused: bool) -> tup
     now = timezone.now()
     if is_paused:
         return "paused", _("Paused")
-    if any(held.resting_until is not None and held.resting_until > now for held, _m in holders):
+    if any(each.resting_until is not None and each.resting_until > now for each, _m in holders):
         return "paused", _("Paused by an error")
-    states = {member.worker["state"] for _held, member in holders}
+    states = {member.worker["state"] for _each, member in holders}
     if not states:
         return "", ""
     if Worker.State.RUNNING in states:

@@ -225,7 +225,7 @@ def _counts(page: Page, found: Workflow, stages: Sequence[StageSummary]) -> list
 
 
 def _holding(page: Page, found: Workflow) -> list[dict[str, Any]]:
-    """Return the dead letters that a held workflow waits for."""
+    """Return the dead letters whose replay a workflow awaits."""
     if found.state != WorkflowState.HELD or not page.may("view_deadletter"):
         return []
     sees_texts = page.may("view_payload")

@@ -173,18 +173,18 @@ def _delete(rows: QuerySet[Any], keys: list[Any]) -> int:
 
 def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:
     """Delete the jobs that are still in the selection: another process may have enqueued one."""
-    held = [job.pk for job in lock(rows.only("pk", "state"), keys)]
-    if not held:
+    locked = [job.pk for job in lock(rows.only("pk", "state"), keys)]
+    if not locked:
         return 0
-    JobFailure.objects.using(rows.db).filter(job_id__in=held).delete()
-    DeadLetter.objects.using(rows.db).filter(job_id__in=held).update(job=None)
-    return _delete(Job.objects.using(rows.db), held)
+    JobFailure.objects.using(rows.db).filter(job_id__in=locked).delete()
+    DeadLetter.objects.using(rows.db).filter(job_id__in=locked).update(job=None)
+    return _delete(Job.objects.using(rows.db), locked)
 
 
 def _delete_workflows(rows: QuerySet[Any], keys: list[Any]) -> int:
     """Delete workflows of which no step is left."""
-    held = [row.pk for row in lock(rows.only("pk", "state"), keys)]
-    stages = WorkflowStage.objects.using(rows.db).filter(workflow__in=held)
+    locked = [row.pk for row in lock(rows.only("pk", "state"), keys)]
+    stages = WorkflowStage.objects.using(rows.db).filter(workflow__in=locked)
     ids = list(stages.values_list("pk", flat=True))
     stages.update(source=None)
     for start in range(0, len(ids), CHUNK):
@@ -194,7 +194,7 @@ def _delete_workflows(rows: QuerySet[Any], keys: list[Any]) -> int:
         ).delete()
         WorkflowCount.objects.using(rows.db).filter(stage__in=some).delete()
         _delete(stages, some)
-    return _delete(Workflow.objects.using(rows.db), held)
+    return _delete(Workflow.objects.using(rows.db), locked)
 
 
 Delete = Callable[[Any, list[Any]], int]

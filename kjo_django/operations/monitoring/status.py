@@ -259,7 +259,7 @@ def workers(now: datetime | None = None) -> list[dict[str, Any]]:
 
 
 def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
-    held = assignments(worker.partitions)
+    assigned = assignments(worker.partitions)
     return {
         "id": str(worker.pk),
         "name": worker.name,
@@ -277,8 +277,8 @@ def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
         "in_flight": worker.in_flight_count,
         "processed": worker.processed_count,
         "failed": worker.failed_count,
-        "partitions": [each.as_dict() for each in held],
-        "rebalanced_at": (at := rebalanced_at(held)) and at.isoformat(),
+        "partitions": [each.as_dict() for each in assigned],
+        "rebalanced_at": (at := rebalanced_at(assigned)) and at.isoformat(),
         "memory_bytes": worker.rss_bytes,
         "last_error": worker.last_error or None,
         "started_at": worker.started_at.isoformat(),
