@@ -1120,7 +1120,7 @@ class LimitControl(StoredModel):
 
 
 NEVER = datetime(8000, 1, 1, tzinfo=UTC)
-"""When a job is due that is held."""
+"""When a job is due that is queued for a limit."""
 
 
 class HeldJob(StoredModel):

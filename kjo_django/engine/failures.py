@@ -44,7 +44,7 @@ from kjo_django.exceptions import (
 )
 from kjo_django.failure_facts import FailureFacts
 from kjo_django.ids import uuid7
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
@@ -206,7 +206,7 @@ def wait_for_handlers(runtime: Runtime, refused: Iterable[Attempt]) -> None:
     for *name, at in waits.values_list("job_id", "generation", "attempt", "failed_at"):
         since.setdefault(tuple(name), at)
     # Jobs of handlers that are known here must not stand in line behind them.
-    held.leave(runtime, {row.id: row.generation for _, row in waiting})
+    lines.leave(runtime, {row.id: row.generation for _, row in waiting})
     now = CLOCK.now()
     for attempt, row in waiting:
         known = since.get((row.id, row.generation, row.attempts))

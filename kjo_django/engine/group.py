@@ -72,8 +72,8 @@ from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
-from kjo_django.limits.held import Line
 from kjo_django.limits.limiter import Limiter, Sorted
+from kjo_django.limits.lines import Line
 from kjo_django.limits.rules import Limit
 from kjo_django.logs import contain_others, get_logger
 from kjo_django.messages import headers as names
@@ -472,12 +472,12 @@ class Pipeline:
     def _settle_in_line(self, found: Sorted[Delivery]) -> list[Delivery]:
         """Settle the messages of jobs that wait in line for a limit; returns the deferred."""
         attempts = [
-            Attempt(delivery, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
+            Attempt(delivery, Ending.QUEUED, Reason.LIMITED, row, row.attempts, is_announced=True)
             for delivery, row in found.settled
         ]
         database = self._runtime.database
         with self._runtime.store.writing(calls_handlers=False):
-            self.limiter.hold(found)
+            self.limiter.queue(found)
             recorder.acknowledge_within(attempts)
             given_up = self._leases.settle_within(database, [each.delivery for each in attempts])
         self._leases.forget(given_up)

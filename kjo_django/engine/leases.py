@@ -423,7 +423,7 @@ class LeaseBook:
     def release(
         self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
     ) -> None:
-        """Give back those of the leases that are held, now or when coordination answers again; the
+        """Give back those of the leases that this worker has, now or when coordination answers; the
         outcomes are durable, or nothing was begun. A lease that was claimed for several deliveries
         of a group is kept until the last of them is released.
 
@@ -431,15 +431,15 @@ class LeaseBook:
         :param undo_claim: nothing was begun, and what a dead worker began stays counted.
         """
         with self._lock:
-            held = self._dropped(names)
-            if held and self._breaker.is_open():
-                self._unreleased.update(held[: MAX_UNRELEASED - len(self._unreleased)])
+            mine = self._dropped(names)
+            if mine and self._breaker.is_open():
+                self._unreleased.update(mine[: MAX_UNRELEASED - len(self._unreleased)])
                 return
-        if held:
-            self._release_now(held, count_delivery=count_delivery, undo_claim=undo_claim)
+        if mine:
+            self._release_now(mine, count_delivery=count_delivery, undo_claim=undo_claim)
 
     def _dropped(self, names: Sequence[str]) -> list[str]:
-        """Forget leases, and the slots of those that are held no longer; return what is to be given
+        """Forget leases, and the slots of those that are given back; return what is to be given
         back. The caller holds the lock."""
         dropped = []
         for name in names:
@@ -554,28 +554,28 @@ class LeaseBook:
         return [slot for each in self._slots.values() for slot in each]
 
     def release_all(self) -> None:
-        """Let others take over at once whatever is still held."""
+        """Let others take over at once whatever this worker still has."""
         with self._lock:
-            held = [*self._held, *self._unreleased, alive_name(self.token)]
+            mine = [*self._held, *self._unreleased, alive_name(self.token)]
             self._unreleased, self._held, self._slots = set(), {}, {}
-        self._release_now(held)
+        self._release_now(mine)
 
     def renew(self) -> bool:
         """Extend what coordination holds; see ``renew_rows`` for the rest. Returns whether
         coordination has answered: else it is to be asked again soon."""
         with self._lock:
-            held = dict(self._held)
-        if not held:
+            mine = dict(self._held)
+        if not mine:
             return True
         if self._breaker.is_open():
             return False
         began, missing = self._clock.monotonic(), set[str]()
         try:
-            for ttl in {ttl for ttl, _ in held.values()}:
-                names = [name for name, (lasts, _) in held.items() if lasts == ttl]
+            for ttl in {ttl for ttl, _ in mine.values()}:
+                names = [name for name, (lasts, _) in mine.items() if lasts == ttl]
                 answers = self._coordination.renew(names, self.token, ttl)
                 each = zip(names, answers, strict=True)
-                missing.update(name for name, is_held in each if not is_held)
+                missing.update(name for name, is_mine in each if not is_mine)
                 self._breaker.record_success()
             if missing and self._slots:
                 self._claim_slots_again(missing)

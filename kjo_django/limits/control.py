@@ -18,7 +18,7 @@ from kjo_django.conf import get_settings
 from kjo_django.coordination.base import slot_name
 from kjo_django.enqueue.definition import MOST_SLOTS
 from kjo_django.exceptions import CoordinationError
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.limits.rules import job_limit, queue_limit, rate_of
 from kjo_django.models import LimitControl
 from kjo_django.runtime import current_runtime, get_coordination, refuse_elsewhere
@@ -95,7 +95,7 @@ def overview() -> list[dict[str, Any]]:
         if control is not None or own["rate"] is not None or own["concurrency"] is not None:
             # One that nobody has asked for says nothing.
             found.append(_shown(name, own, control or LimitControl()))
-    counts = held.waiting_counts(runtime, [row["name"] for row in found])
+    counts = lines.waiting_counts(runtime, [row["name"] for row in found])
     for row in found:
         row["waiting_count"] = counts[row["name"]]
     _add_taken_slots(found)
@@ -216,7 +216,7 @@ def _announce(
 ) -> None:
     runtime = current_runtime()
     # Those that are on their way were released by the limit of before.
-    held.call_back(runtime, name)
+    lines.call_back(runtime, name)
     if on_changed is not None:
         on_changed(list(rows) or [LimitControl(name=name)])
     send = functools.partial(

@@ -1,8 +1,8 @@
 """Which deliveries of a group may start now, by the limits that hold over all workers together.
 
 A permit of a rate is taken when its handler is about to be called. A delivery that may start in a
-moment waits in the scheduler, which takes no lane. What has to wait for longer is held: its job's
-row says so, and its message is settled. Nothing is ever permitted without an answer of
+moment waits in the scheduler, which takes no lane. What has to wait for longer gets in line: its
+job's row says so, and its message is settled. Nothing is ever permitted without an answer of
 coordination: while that is away, jobs with a limit wait.
 """
 
@@ -23,8 +23,8 @@ from kjo_django.conf import QueueConf
 from kjo_django.coordination.starts import Ask, Permit, Used
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import CoordinationError
-from kjo_django.limits import held
-from kjo_django.limits.held import LEAD, Held, Line, Place, Start
+from kjo_django.limits import lines
+from kjo_django.limits.lines import LEAD, Entry, Line, Place, Start
 from kjo_django.limits.permits import (
     LONGEST_PREPARATION,
     LimitState,
@@ -55,7 +55,7 @@ MOMENT = 0.01
 TRIES = 4
 """How often the permits of deliveries that start together are taken anew where one has become old
 while they waited for another one."""
-NEVER_HERE = 3 * held.AHEAD
+NEVER_HERE = 3 * lines.AHEAD
 """Seconds for which no delivery waits in its worker."""
 _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
 
@@ -110,9 +110,9 @@ class Sorted(Generic[D]):
     may_run: list[D] = field(default_factory=list)
     deferred: dict[D, float] = field(default_factory=dict)
     """They come up again here, at these moments (monotonic); 0: with the others of their key."""
-    held: list[tuple[D, Held]] = field(default_factory=list)
+    queued: list[tuple[D, Entry]] = field(default_factory=list)
     repeated: list[tuple[D, JobRow]] = field(default_factory=list)
-    """Second messages of jobs that are held."""
+    """Second messages of jobs that stand in line."""
     places: dict[UUID, Place] = field(default_factory=dict)
     advanced: set[Limit] = field(default_factory=set)
     """The limits whose lines advance."""
@@ -120,7 +120,7 @@ class Sorted(Generic[D]):
     @property
     def settled(self) -> list[tuple[D, JobRow]]:
         """The deliveries whose jobs wait in line, as their rows say: their messages are over."""
-        return [(delivery, one.row) for delivery, one in self.held] + self.repeated
+        return [(delivery, one.row) for delivery, one in self.queued] + self.repeated
 
 
 class Limiter:
@@ -295,29 +295,29 @@ class Limiter:
         invited: set[D] = set()
         room: dict[Limit, int] = {}
         for delivery, limits in limited.items():
-            lines = [limit for limit in limits if limit.name in crowded]
+            in_line = [limit for limit in limits if limit.name in crowded]
             if (
-                lines
-                and all(limit.rate is not None for limit in lines)
+                in_line
+                and all(limit.rate is not None for limit in in_line)
                 and not self._is_next(delivery, rows, found)
                 and rows[delivery].id not in found.places
-                and self._take_room(lines, room)
+                and self._take_room(in_line, room)
             ):
                 invited.add(delivery)
         return invited
 
-    def _take_room(self, lines: Sequence[Limit], room: dict[Limit, int]) -> bool:
+    def _take_room(self, rates: Sequence[Limit], room: dict[Limit, int]) -> bool:
         """Return whether one more job may ask beside those that wait in line for these rates.
 
         :param room: how many more may, of each rate that was asked for.
         """
-        for limit in lines:
+        for limit in rates:
             if limit not in room:
                 seconds = NEARLY_IDLE - self._permits.end_of_line(limit.pace)
                 room[limit] = math.ceil(seconds / limit.pace.interval)
-        if min(room[limit] for limit in lines) <= 0:
+        if min(room[limit] for limit in rates) <= 0:
             return False
-        room.update((limit, room[limit] - 1) for limit in lines)
+        room.update((limit, room[limit] - 1) for limit in rates)
         return True
 
     def _behind(
@@ -339,27 +339,27 @@ class Limiter:
             and _has_key(delivery)
             and self._asks_by_its_key(delivery, found.places.get(rows[delivery].id), invited)
         }
-        firsts = held.first_of_keys(self._runtime, asking) if asking else {}
+        firsts = lines.first_of_keys(self._runtime, asking) if asking else {}
         behind: dict[D, Limit] = {}
         for id, (first, line) in firsts.items():
             delivery = asking[id]
             by_name = {limit.name: limit for limit in limited[delivery]}
             if line not in by_name:
-                again = held.first_of_keys(self._runtime, [id], [*by_name])
+                again = lines.first_of_keys(self._runtime, [id], [*by_name])
                 first, line = again.get(id, (id, ""))
             if first != id:
                 behind[delivery] = by_name[line]
         return behind
 
     @staticmethod
-    def _asks_by_its_key(delivery: D, place: held.Place | None, invited: Collection[D]) -> bool:
+    def _asks_by_its_key(delivery: D, place: lines.Place | None, invited: Collection[D]) -> bool:
         """Return whether a delivery would ask, and others of its key may wait before it."""
         state = limit_state_of(delivery)
         if delivery.deliveries > 1 or state.was_permitted:
             return False  # it is before those of its key that wait
         if place is None:
             return state.asks_again or delivery in invited
-        return place.is_released and place.limit != held.PAUSED
+        return place.is_released and place.limit != lines.PAUSED
 
     @staticmethod
     def _is_next(delivery: D, rows: Mapping[D, JobRow], found: Sorted[Any]) -> bool:
@@ -459,7 +459,7 @@ class Limiter:
         state.is_limited = True
         place = found.places.get(row.id) if row is not None else None
         state.is_released = place is not None and place.is_released
-        longest = 2 * held.AHEAD if state.is_released else LEAD
+        longest = 2 * lines.AHEAD if state.is_released else LEAD
         if wait.seconds <= longest or row is None or delivery.deliveries > 1:
             seconds = wait.seconds - (self._permits.soon(delivery) if state.paces else 0.0)
             self._defer(delivery, now + max(seconds, MOMENT), held_back, found)
@@ -472,7 +472,7 @@ class Limiter:
         ):
             self._permits.give_back([delivery])
             is_first = state.was_permitted or state.asks_again
-            found.held.append((delivery, Held(row, wait.limit, is_first)))
+            found.queued.append((delivery, Entry(row, wait.limit, is_first)))
         elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
         else:
@@ -606,12 +606,12 @@ class Limiter:
 
     # --- The line ---------------------------------------------------------------------------------
 
-    def hold(self, found: Sorted[Any]) -> None:
+    def queue(self, found: Sorted[Any]) -> None:
         """Write what has to wait into its rows, inside the caller's transaction."""
-        if found.held:
-            queue = found.held[0][0].queue
-            self.releaser.keep(one.row.id for _, one in found.held)
-            held.hold(self._runtime, [one for _, one in found.held], queue)
+        if found.queued:
+            queue = found.queued[0][0].queue
+            self.releaser.keep(one.row.id for _, one in found.queued)
+            lines.enter(self._runtime, [one for _, one in found.queued], queue)
 
     def start(self, found: Sorted[Any]) -> None:
         """Take out of the line what starts now, and let those be released that come next."""
@@ -630,14 +630,14 @@ class Limiter:
             # One that is not released would be while it runs.
             leaving = released if is_released else others
             leaving[UUID(job_id)] = delivery.message.generation
-        held.leave(self._runtime, others)
+        lines.leave(self._runtime, others)
         self.releaser.note(released, found.advanced, self._lines_to_fill(found))
 
     def _lines_to_fill(self, found: Sorted[Any]) -> dict[Limit, float]:
         """Return the limits of which jobs have got in line, or left it for another one, and when
         (monotonic) the first of each may start at the earliest."""
         moments: dict[Limit, float] = {}
-        for delivery, one in found.held:
+        for delivery, one in found.queued:
             # Coordination said when it might start, so none of those behind it starts before.
             told = limit_state_of(delivery).permit_from
             moments[one.limit] = min(told, moments.get(one.limit, math.inf))
@@ -663,7 +663,7 @@ class Limiter:
         try:
             if starts:
                 self.releaser.settle_starts()
-                held.keep_places(self._runtime, starts)
+                lines.keep_places(self._runtime, starts)
         except (DatabaseError, InterfaceError) as error:
             logger.warning(
                 "Should this worker end, %d jobs lose their place: %s", len(starts), error

@@ -128,7 +128,7 @@ class Permits:
         self._clock = clock
         self._waits_in_transactions = waits_in_transactions
         self._calling = threading.Lock()
-        """Is held by the thread that asks."""
+        """The thread that asks has it."""
         self._lock = threading.Lock()
         """Guards all of the following, and what the permits of deliveries are."""
         self._line: dict[int, Starting] = {}

@@ -1,4 +1,4 @@
-"""Keeps jobs of each limit on their way to workers, as those before them start, end or are held.
+"""Keeps jobs of each limit on their way to workers, as those before them start, end or get in line.
 
 Lanes only tell what has started and what has to wait: to release the next jobs takes a dozen round
 trips, for which no lane has to wait. One thread of the worker's takes the steps.
@@ -16,7 +16,7 @@ from uuid import UUID
 from kjo_django import registry
 from kjo_django.coordination.base import slot_name
 from kjo_django.exceptions import CoordinationError
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.limits.permits import Permits
 from kjo_django.limits.rules import Limit, limits_of
 from kjo_django.models import HeldJob, Job
@@ -62,9 +62,9 @@ class Releaser:
         self.awake = threading.Event()
         """Is set when there is something to do earlier than ``step`` said."""
         self._stepping = threading.Lock()
-        """Is held by the thread that releases."""
+        """The thread that releases has it."""
         self._leaving = threading.Lock()
-        """Is held by a thread that takes jobs that have started out of the line."""
+        """A thread that takes jobs that have started out of the line has it."""
         self._lock = threading.Lock()
         """Guards what lanes tell."""
         self._started: dict[UUID, int] = {}
@@ -124,7 +124,7 @@ class Releaser:
         """
         with self._lock:
             left = {id: generation for id, generation in jobs.items() if id in self._started}
-        held.leave(self._runtime, left)
+        lines.leave(self._runtime, left)
 
     @property
     def is_busy(self) -> bool:
@@ -189,7 +189,7 @@ class Releaser:
 
     def _fill_at(self, limit: Limit) -> float:
         """Return when (monotonic) more jobs of a limit whose line has advanced are released."""
-        return self._filled_at.get(limit.name, -math.inf) + FILLED_FOR * held.covered(limit)
+        return self._filled_at.get(limit.name, -math.inf) + FILLED_FOR * lines.covered(limit)
 
     def _seconds_left(self) -> float:
         with self._lock:
@@ -208,7 +208,7 @@ class Releaser:
             with self._lock:
                 started = dict(self._started)
             try:
-                held.leave(self._runtime, started, only_released=True)
+                lines.leave(self._runtime, started, only_released=True)
             except Exception:
                 self._put_back(due)
                 raise
@@ -266,7 +266,7 @@ class Releaser:
 
     def _release_next(self, limit: Limit, wait: float) -> bool:
         """See ``_fill``; return whether others may be left in line."""
-        most, interval = held.most_released(limit), 0.0
+        most, interval = lines.most_released(limit), 0.0
         if limit.rate is not None:
             waiting = self._permits.waiting_for(limit.pace)
             most -= sum(1 for state in waiting if not state.is_released)
@@ -278,9 +278,9 @@ class Releaser:
                 most -= len(self._runtime.coordination.holders(names))
             except CoordinationError:
                 return True
-        if held.released_count(self._runtime, limit.name) >= most:
+        if lines.released_count(self._runtime, limit.name) >= most:
             return True
-        return held.fill(self._runtime, limit.name, most, wait, interval)
+        return lines.fill(self._runtime, limit.name, most, wait, interval)
 
     def _release_freed(self) -> None:
         """Release a job for each slot that was given back."""
@@ -288,8 +288,8 @@ class Releaser:
             return
         freed = self._leases.take_freed()
         try:
-            for name in held.lines_to_release(self._runtime, list(freed)):
-                held.release(self._runtime, name, freed[name], 0.0)
+            for name in lines.lines_to_release(self._runtime, list(freed)):
+                lines.release(self._runtime, name, freed[name], 0.0)
                 del freed[name]
         except Exception:
             self._leases.note_freed(freed)
@@ -299,13 +299,13 @@ class Releaser:
 
     def has_waiting(self) -> bool:
         """Return whether any job waits in line."""
-        return held.rows(self._runtime).exists()
+        return lines.rows(self._runtime).exists()
 
     def look_after(self) -> None:
         """Release jobs that nobody has released: a worker died before it did, a released job was
         cancelled, slots have expired, or the limit is gone."""
         runtime = self._runtime
-        heads = held.stalled(runtime, LOOKED_AFTER, self._looked_after)
+        heads = lines.stalled(runtime, LOOKED_AFTER, self._looked_after)
         self._looked_after = heads[-1].limit if len(heads) == LOOKED_AFTER else ""
         jobs = Job.objects.using(runtime.database)
         rows = {job.pk: job for job in jobs.filter(pk__in=[head.job_id for head in heads])}
@@ -324,9 +324,9 @@ class Releaser:
             with self._stepping:
                 self._fill(limit, 0.0)
         for name in {name for name, limit in limits.items() if limit is None}:
-            held.release(runtime, name, held.MOST_RELEASED, 0.0)
+            lines.release(runtime, name, lines.MOST_RELEASED, 0.0)
         for name in {head.limit for head in heads if head.job_id not in rows}:
-            held.release(runtime, name, 1, 0.0)
+            lines.release(runtime, name, 1, 0.0)
 
     def _limit_of(self, head: HeldJob, job: Job, handler: Handler) -> Limit | None:
         """Return the limit that a job waits for; None where nothing limits it so any more."""

@@ -429,8 +429,8 @@ def carrying(headers: Mapping[str, str], *, causation_id: str) -> Iterator[None]
 def inherited() -> dict[str, str]:
     """Return the headers a message published now inherits; none outside a handler, but for the
     current trace where there is a tracer."""
-    held = inheriting.get() or {}
-    found = {name: value for name, value in held.items() if name != "causation-id"}
+    outer = inheriting.get() or {}
+    found = {name: value for name, value in outer.items() if name != "causation-id"}
     if tracing.tracer is None:
         return found
     current = tracing.tracer.headers()

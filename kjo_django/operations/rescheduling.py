@@ -19,7 +19,7 @@ from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import known_queue
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.models import NEVER, Job, transition
 from kjo_django.operations import internal
 from kjo_django.operations.audit import send_after_commit
@@ -42,7 +42,7 @@ def run_now(jobs: Selection, **options: Unpack[ChangeOptions]) -> Outcomes:
         now, later = CLOCK.now(), []
         allowed = [job for job in open_jobs if internal.may_run_again(job, actor)]
         outcomes.add(ChangeResult.FORBIDDEN, len(open_jobs) - len(allowed))
-        limited = held.waiting_ids(current_runtime(), allowed)
+        limited = lines.waiting_ids(current_runtime(), allowed)
         for job in allowed:
             if job.pk in limited:
                 outcomes.add(ChangeResult.LIMITED)

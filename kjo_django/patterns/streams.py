@@ -18,7 +18,7 @@ the task before its row, and a crash in between loses nothing. A consumer takes 
 
 The steps run outside a transaction, so others see the task being processed (``atomic = False``). A
 copy of a task that is completed does not run again. An error while its state is written fails the
-attempt instead of acknowledging it. What a crashed consumer held comes to another one.
+attempt instead of acknowledging it. What a crashed consumer had comes to another one.
 """
 
 from __future__ import annotations

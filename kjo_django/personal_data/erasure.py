@@ -86,7 +86,7 @@ class ErasedSerializer:
 
     def loads(self, data: bytes) -> Any:
         """:raises MessageError: always."""
-        raise MessageError("deserialization", "Its payload was redacted: it held personal data")
+        raise MessageError("deserialization", "Its payload was redacted: it had personal data")
 
 
 register_serializer(ErasedSerializer())

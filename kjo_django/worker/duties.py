@@ -213,14 +213,14 @@ class LeasedDuty(PeriodicDuty):
         """The leases by the names that they have for the workers of this database."""
         return {f"{name}{self._runtime.lease_suffix}": name for name in self.leases}
 
-    def work_on(self, held: list[str]) -> None:
-        """Do a round for those of the leases that are held; without coordination, for all."""
+    def work_on(self, leases: list[str]) -> None:
+        """Do a round for the leases that this worker has; without coordination, for all."""
         raise NotImplementedError
 
     def work(self) -> None:
         """Do a round if a lease is free."""
-        if held := self._take_leases():
-            self.work_on(held)
+        if leases := self._take_leases():
+            self.work_on(leases)
 
     def wake(self) -> None:
         """Let a round that is under way end early."""
@@ -256,7 +256,7 @@ class Rescuer(LeasedDuty):
             runtime, token, min(60.0, runtime.settings.rescue_after.total_seconds() / 3)
         )
 
-    def work_on(self, held: list[str]) -> None:
+    def work_on(self, leases: list[str]) -> None:
         """Rescue."""
         rescue()
 
@@ -272,7 +272,7 @@ class WorkflowDeadlines(LeasedDuty):
     def __init__(self, runtime: Runtime, token: str) -> None:
         super().__init__(runtime, token, self.PAUSE)
 
-    def work_on(self, held: list[str]) -> None:
+    def work_on(self, leases: list[str]) -> None:
         """End what is overdue."""
         end_overdue(self._clock.now())
 
@@ -296,7 +296,7 @@ class LimitDuty(LeasedDuty):
         if has_waiting:
             super().work()
 
-    def work_on(self, held: list[str]) -> None:
+    def work_on(self, leases: list[str]) -> None:
         """Look at the heads of the lines."""
         self._limiter.releaser.look_after()
 
@@ -352,11 +352,11 @@ class LagRecorder(LeasedDuty):
         self._shortest_pause = 3 * runtime.settings.heartbeat_interval.total_seconds()
         super().__init__(runtime, token, self._shortest_pause)
 
-    def work_on(self, held: list[str]) -> None:
+    def work_on(self, leases: list[str]) -> None:
         """Ask for the lag of each queue and write it down."""
         asked_for = 0.0
         unreachable: set[str] = set()
-        for name in held:
+        for name in leases:
             queue = self._queues[name]
             if queue.transport in unreachable or self._is_stopping:
                 continue

@@ -186,7 +186,7 @@ class RollupMerger(LeasedDuty):
     def __init__(self, runtime: Runtime, token: str) -> None:
         super().__init__(runtime, token, self.PAUSE)
 
-    def work_on(self, held: list[str]) -> None:
+    def work_on(self, leases: list[str]) -> None:
         """Merge."""
         for minutes in MetricRollup.LENGTHS:
             until = self._clock.now() - self.AFTER - timedelta(minutes=minutes)

@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django.enqueue.storing import dispatch_jobs
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.runtime import get_transport, use_database
 from tests.factories import JobFactory
@@ -61,7 +61,7 @@ def test_no_more_are_on_their_way_than_may_be_however_many_workers_release_them(
             with use_database(alias) as runtime:
                 barrier.wait()
                 for _ in range(5):
-                    held.fill(runtime, LIMIT, MOST, 0.0, 0.1)
+                    lines.fill(runtime, LIMIT, MOST, 0.0, 0.1)
         except BaseException as error:
             errors.append(error)
         finally:
@@ -97,7 +97,7 @@ def test_released_jobs_come_before_a_backlog_but_not_before_others_of_their_key(
             for job in (lone, keyed)
         )
         # When they are released
-        assert held.release(runtime, LIMIT, 2, 0.0) == 2
+        assert lines.release(runtime, LIMIT, 2, 0.0) == 2
         # Then a worker gets them in this order, and each once
         subscription = get_transport(queue.transport).subscribe([queue.topic], "tests.released")
         try:
@@ -114,9 +114,9 @@ def test_what_is_read_of_a_line_is_the_same_however_many_jobs_and_limits_are_ask
     # Given more jobs and limits than one statement may name, and places of some of them
     jobs = [
         JobFactory.build(id=uuid.uuid4(), handler="tests.released", queue="emails")
-        for _ in range(held._NAMES + 50)
+        for _ in range(lines._NAMES + 50)
     ]
-    names = [f"RATE:job:tests.line:{number}" for number in range(held._NAMES + 50)]
+    names = [f"RATE:job:tests.line:{number}" for number in range(lines._NAMES + 50)]
     Job.objects.using(alias).bulk_create(jobs)
     HeldJob.objects.using(alias).bulk_create(
         HeldJob(
@@ -131,13 +131,13 @@ def test_what_is_read_of_a_line_is_the_same_however_many_jobs_and_limits_are_ask
     )
     # When they are read, some along with their rows
     with use_database(alias) as runtime:
-        line = held.Line(runtime, names)
+        line = lines.Line(runtime, names)
         rows = line.job_rows([str(job.pk) for job in jobs[:-20]])
         line.read([job.pk for job in jobs])
     # Then
     assert set(rows) == {str(job.pk) for job in jobs[:-20]}
     assert line.places == {
-        job.pk: held.Place(names[number], number % 20 == 0)
+        job.pk: lines.Place(names[number], number % 20 == 0)
         for number, job in enumerate(jobs)
         if number % 10 == 0
     }

@@ -21,7 +21,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.recorder import EndedQueue
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.limits.control import clear_limit, set_limit
 from kjo_django.limits.limiter import Limiter
 from kjo_django.models import HeldJob, Job, MetricBucket, TransportMessage
@@ -243,7 +243,7 @@ def test_a_line_advances_as_its_rate_does_and_no_job_is_released_in_vain(
     released the same jobs many times a second."""
     started: list[float] = []
     releases: list[int] = []
-    release = held.release
+    release = lines.release
 
     @job(name="limits.rated", queue=QUEUE, rate=rate, burst=burst)
     def call() -> None:
@@ -253,7 +253,7 @@ def test_a_line_advances_as_its_rate_does_and_no_job_is_released_in_vain(
         releases.append(release(*args))
         return releases[-1]
 
-    monkeypatch.setattr(held, "release", count_release)
+    monkeypatch.setattr(lines, "release", count_release)
     workers = Workers(world, 1)
     call.enqueue_many([{}] * count)
     workers.run_for(seconds)
@@ -528,7 +528,7 @@ def test_a_paused_job_is_the_next_of_its_key_and_others_pass(
     workers.run_for(1)
     assert ran[0] == "a0"
     assert not {"a1", "a2", "a3"} & {*ran}
-    assert HeldJob.objects.filter(limit=held.PAUSED).count() == 1
+    assert HeldJob.objects.filter(limit=lines.PAUSED).count() == 1
     workers.kill(workers.alive[0])
     workers.run_for(15, 0.25)
     workers.run_until_done(20, TICK)
@@ -684,7 +684,7 @@ def statements_while_waiting(world: World, waiting: int) -> int:
     before = TransportMessage.objects.aggregate(last=Max("id"))["last"] or 0
     more = rare.enqueue_many([{"tenant": "a"}] * (waiting - 20)) if waiting > 20 else []
     ids = [handle.job_id for handle in more]
-    Job.objects.filter(pk__in=ids).update(available_at=held.NEVER)
+    Job.objects.filter(pk__in=ids).update(available_at=lines.NEVER)
     TransportMessage.objects.filter(id__gt=before).delete()
     first = HeldJob.objects.first()
     assert first is not None

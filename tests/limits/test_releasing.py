@@ -19,7 +19,7 @@ from django.test.utils import CaptureQueriesContext
 
 from kjo_django.clock import Clock
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.limits.limiter import Limiter
 from kjo_django.limits.releasing import LEFT_WITHIN, Releaser
 from kjo_django.limits.rules import Limit
@@ -61,15 +61,15 @@ def released() -> list[UUID]:
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Let the database refuse what ``held`` does under this name, once."""
-    function, errors = getattr(held, name), [OperationalError("refused")]
+    """Let the database refuse what ``lines`` does under this name, once."""
+    function, errors = getattr(lines, name), [OperationalError("refused")]
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         if errors:
             raise errors.pop()
         return function(*arguments, **options)
 
-    monkeypatch.setattr(held, name, refuse)
+    monkeypatch.setattr(lines, name, refuse)
 
 
 def test_jobs_that_start_leave_the_line_together(releaser: Releaser, standing_clock: Time) -> None:
@@ -107,7 +107,7 @@ def test_jobs_are_released_a_quarter_of_their_time_after_the_last_ones(
         in_line()
     releaser.note({}, [], {LIMIT: 0.0})
     releaser.step()
-    most = held.most_released(LIMIT)
+    most = lines.most_released(LIMIT)
     first = released()
     assert len(first) == most
     assert releaser.is_filling(LIMIT)
@@ -116,7 +116,7 @@ def test_jobs_are_released_a_quarter_of_their_time_after_the_last_ones(
     standing_clock.advance(LEFT_WITHIN)
     seconds = releaser.step()
     # Then others are released later, and so many in all
-    assert seconds == pytest.approx(held.covered(LIMIT) / 4 - LEFT_WITHIN)
+    assert seconds == pytest.approx(lines.covered(LIMIT) / 4 - LEFT_WITHIN)
     assert len(released()) == most - 2
     standing_clock.advance(seconds)
     releaser.step()
@@ -133,7 +133,7 @@ def test_the_first_ones_in_line_are_due_when_they_may_start(
     releaser.step()
     (job,) = Job.objects.filter(pk__in=released())
     left = (job.available_at - runtime.clock.now()).total_seconds()
-    assert left == pytest.approx(20.0 - held.DUE_BEFORE, abs=0.01)
+    assert left == pytest.approx(20.0 - lines.DUE_BEFORE, abs=0.01)
 
 
 @pytest.mark.parametrize("what", ["leave", "released_count", "fill"])
@@ -177,7 +177,7 @@ def test_slots_that_become_free_while_lines_are_filled_do_not_wait_for_all_of_th
     for other in others:
         in_line(other)
     releaser.note({}, [], dict.fromkeys(others, 0.0))
-    fill = held.fill
+    fill = lines.fill
 
     def give_back(runtime: Any, name: str, *arguments: Any) -> bool:
         filled.append((name, released()))
@@ -185,7 +185,7 @@ def test_slots_that_become_free_while_lines_are_filled_do_not_wait_for_all_of_th
             leases.freed[SLOTS.name] += 1
         return fill(runtime, name, *arguments)
 
-    monkeypatch.setattr(held, "fill", give_back)
+    monkeypatch.setattr(lines, "fill", give_back)
     releaser.step()
     # Then
     assert [waiting in before for _, before in filled] == [False, True, True]
@@ -214,7 +214,7 @@ def test_slots_that_cannot_be_looked_for_keep_no_other_line_waiting(
     leases.freed[SLOTS.name] += 1
     waiting = in_line()
     releaser.note({}, [], {LIMIT: 0.0})
-    monkeypatch.setattr(held, "lines_to_release", refuse)
+    monkeypatch.setattr(lines, "lines_to_release", refuse)
     with pytest.raises(OperationalError):
         releaser.step()
     assert released() == [waiting]
@@ -243,7 +243,7 @@ def test_who_gives_a_started_job_another_place_waits_for_the_one_that_deletes_th
             assert go_on.wait(PATIENCE)
         done.append("deleted")
 
-    monkeypatch.setattr(held, "leave", delete)
+    monkeypatch.setattr(lines, "leave", delete)
     deleting = threading.Thread(target=releaser.settle_starts)
     deleting.start()
     assert begun.wait(PATIENCE)
@@ -273,17 +273,17 @@ def test_a_job_that_waits_again_right_after_its_start_keeps_its_place(releaser: 
 def test_a_worker_that_stops_releases_for_a_second_and_no_longer(
     releaser: Releaser, standing_clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [Limit(f"{LIMIT.name}:{key}", LIMIT.rate) for key in "abcdef"]
-    for line in lines:
-        in_line(line)
-    releaser.note({}, [], dict.fromkeys(lines, 0.0))
-    fill = held.fill
+    limits = [Limit(f"{LIMIT.name}:{key}", LIMIT.rate) for key in "abcdef"]
+    for limit in limits:
+        in_line(limit)
+    releaser.note({}, [], dict.fromkeys(limits, 0.0))
+    fill = lines.fill
 
     def fill_slowly(*arguments: Any) -> bool:
         standing_clock.advance(0.4)
         return fill(*arguments)
 
-    monkeypatch.setattr(held, "fill", fill_slowly)
+    monkeypatch.setattr(lines, "fill", fill_slowly)
     limiter: Any = SimpleNamespace(releaser=releaser)
     duty = LineDuty(current_runtime(), limiter)
     duty.wake()

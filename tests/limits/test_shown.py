@@ -15,7 +15,7 @@ from kjo_django import job, registry
 from kjo_django.contrib import job_view
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.job_status import limits_awaited
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.limits.control import overview, set_limit
 from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.operations.jobs import cancel, requeue
@@ -136,7 +136,7 @@ def test_it_is_not_run_past_its_limit() -> None:
 def test_it_is_cancelled_and_released_no_more() -> None:
     row = waiting("RATE:job:tests.limited")
     assert cancel([row]).changed_count == 1
-    assert held.release(current_runtime(), "RATE:job:tests.limited", 1, 0.0) == 0
+    assert lines.release(current_runtime(), "RATE:job:tests.limited", 1, 0.0) == 0
     assert not HeldJob.objects.exists()
 
 

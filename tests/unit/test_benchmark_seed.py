@@ -8,7 +8,7 @@ import pytest
 from django.db import connection
 from django.db.models import Count, Max, Min, Sum
 
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.models import (
     BOUNDS,
     DeadLetter,
@@ -87,7 +87,9 @@ def test_limits_workflows_and_schedules_are_consistent(postgres):
     fill(JOBS, LETTERS, now=NOW)
     add_features(JOBS, LETTERS, NOW)
 
-    counts = held.waiting_counts(current_runtime(), [f"job:{kind.handler}" for kind in kinds.KINDS])
+    counts = lines.waiting_counts(
+        current_runtime(), [f"job:{kind.handler}" for kind in kinds.KINDS]
+    )
     assert sum(counts.values()) == JOBS // JOBS_IN_LINE
     workflows = list(Workflow.objects.order_by("pk"))
     assert len(workflows) == JOBS // JOBS_APART

@@ -28,7 +28,7 @@ from kjo_django.engine.poller import Poller
 from kjo_django.engine.recorder import Recorder
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.limits import held
+from kjo_django.limits import lines
 from kjo_django.models import DeadLetter, HeldJob, Job, LimitControl, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
@@ -146,7 +146,7 @@ def test_it_is_not_drained_while_a_slot_that_is_free_again_has_to_let_the_next_s
 
     slotted.enqueue_many({"n": n} for n in range(4))
     worker, asked = Worker(["ledger"]), threading.Event()
-    release = held.release
+    release = lines.release
 
     def release_late(*arguments):
         asked.clear()
@@ -158,7 +158,7 @@ def test_it_is_not_drained_while_a_slot_that_is_free_again_has_to_let_the_next_s
         asked.set()
         return is_drained
 
-    monkeypatch.setattr(held, "release", release_late)
+    monkeypatch.setattr(lines, "release", release_late)
     # When, then
     assert worker.run(until=is_drained) == 0
     assert sorted(ran) == [0, 1, 2, 3]

@@ -46,16 +46,16 @@ class Member:
     """A worker of a group, and its partitions there."""
 
     worker: dict[str, Any]
-    held: list[Assignment]
+    assignments: list[Assignment]
 
     @property
     def rebalanced_at(self) -> datetime | None:
         """When its partitions changed last, as far as its row says."""
-        return rebalanced_at(self.held)
+        return rebalanced_at(self.assignments)
 
-    def held_of(self, topic: str) -> list[Assignment]:
+    def assignments_of(self, topic: str) -> list[Assignment]:
         """Return its partitions of a topic."""
-        return [assignment for assignment in self.held if assignment.topic == topic]
+        return [assignment for assignment in self.assignments if assignment.topic == topic]
 
 
 def show_consumers(page: Page) -> HttpResponse:
@@ -94,7 +94,7 @@ def _order(row: Member) -> tuple[bool, str]:
 def _worker(page: Page, row: Member) -> dict[str, Any]:
     worker = row.worker
     running = sorted(
-        (job for each in row.held for job in each.running), key=lambda job: job.started_at
+        (job for each in row.assignments for job in each.running), key=lambda job: job.started_at
     )
     return {
         **worker,
@@ -138,7 +138,7 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
             by_topic.setdefault(topic, []).append(queue)
     names = {queue["queue"] for queue in queues}
     members = [
-        Member(row.worker, [each for each in row.held if _is_of(each, name, by_topic)])
+        Member(row.worker, [each for each in row.assignments if _is_of(each, name, by_topic)])
         for row in living
         if not row.worker["queues"] or names & set(row.worker["queues"])
     ]
@@ -148,7 +148,7 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
         "name": name,
         "lag": None if None in lags else sum(lags),
         "members": sorted(members, key=_order),
-        "rebalanced_at": rebalanced_at([each for member in members for each in member.held]),
+        "rebalanced_at": rebalanced_at([each for member in members for each in member.assignments]),
         "topics": topics,
     }
 
@@ -165,7 +165,7 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     first = queues[0]
     holders: dict[int, list[tuple[Assignment, Member]]] = {}
     for member in members:
-        for each in member.held_of(topic):
+        for each in member.assignments_of(topic):
             holders.setdefault(each.partition, []).append((each, member))
     is_paused = any(queue["is_paused"] for queue in queues)
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))

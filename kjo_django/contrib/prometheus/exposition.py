@@ -238,7 +238,7 @@ def _workers(now: datetime) -> Iterable[Family]:
 
 
 def _workflows(now: datetime) -> Iterable[Family]:
-    """Yield the workflows that have not ended; those that are held wait for a person."""
+    """Yield the workflows that have not ended; those that await a replay wait for a person."""
     groups, _ = lists.open_by_name()
     count = Family(
         "kjo_workflows_open", "gauge", f"Workflows that have not ended, at most {COUNT_LIMIT}."

@@ -67,11 +67,11 @@ def store_task(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any])
     answer = store([job])[0]
     if answer.is_new:
         return _result(job, [], job.status, task=task, alias=backend.alias, call=_call_of(job))
-    held = Job.objects.using(answer.database).get(pk=answer.job_id)
-    call = _call_of(held) if held.handler == NAME else None
+    row = Job.objects.using(answer.database).get(pk=answer.job_id)
+    call = _call_of(row) if row.handler == NAME else None
     if call is None or call.path != task.module_path:
         raise InvalidTask(f"{job.unique_id!r} is the unique id of another job of {job.queue!r}.")
-    return _result_of_row(held, call, backend.alias, is_new=False)
+    return _result_of_row(row, call, backend.alias, is_new=False)
 
 
 def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
@@ -305,7 +305,7 @@ def _run_of(job: Job, token: str) -> tuple[str, datetime | None]:
     worker = rows.filter(pk=key).first() if key is not None else None
     if worker is None:
         return "", None
-    running = [each for held in assignments(worker.partitions) for each in held.running]
+    running = [each for assignment in assignments(worker.partitions) for each in assignment.running]
     since = (each.started_at for each in running if each.id == str(job.pk))
     return worker.name, next(since, None)
 

@@ -242,7 +242,7 @@ def validated(given: Any) -> BaseEvent:
 
     :raises MessageError: it is not a valid event, so no retry can help.
     """
-    # Readers of version 1.0 of the protocol ignored these whatever they held.
+    # Readers of version 1.0 of the protocol ignored these whatever they contained.
     for name in _SINCE_1_1 if isinstance(given, Mapping) else ():
         if name in given and not _is_text(given[name]):
             given = {other: value for other, value in given.items() if other != name}

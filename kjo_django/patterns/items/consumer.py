@@ -431,7 +431,7 @@ class ItemHandler(Handler):
     # --- One run ----------------------------------------------------------------------------------
 
     def run(self, context: JobContext, message: dict[str, Any]) -> None:
-        """Process the item unless it is completed. Its lease is held."""
+        """Process the item unless it is completed. Its lease is this worker's."""
         consumer, item_id = self.consumer, self.item_id_of(message)
         self._completed_before.discard(context.idempotency_key)
         key = _call(consumer.get_message_key, message)

@@ -1,8 +1,8 @@
 """The line of jobs that wait for a limit, in the jobs' database.
 
-A job that must wait is held: its message is settled, and its row is due never, so no relay and no
-worker looks at it. The first ones in line are released: they are due again, at about the moment
-when they may start. Each job that starts, or ends, releases the next one.
+A job that must wait is queued for its limit: its message is settled, and its row is due never, so
+no relay and no worker looks at it. The first ones in line are released: they are due again, at
+about the moment when they may start. Each job that starts, or ends, releases the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kjo_django.store.counting import bounded_counts
 from kjo_django.store.rows import JobRow, LineRow
 
 LEAD = 4.0
-"""Seconds for which a worker keeps a job that has to wait; one that waits for longer is held."""
+"""Seconds for which a worker keeps a job that has to wait; after that it gets in line."""
 AHEAD = 4.0
 """Seconds of a rate for which jobs are released ahead: a worker gets them in less."""
 DUE_BEFORE = 2.0
@@ -57,8 +57,8 @@ class Place(NamedTuple):
     is_released: bool
 
 
-class Held(NamedTuple):
-    """A job that is to be held."""
+class Entry(NamedTuple):
+    """A job that is to get in line."""
 
     row: JobRow
     limit: Limit
@@ -75,7 +75,7 @@ class Start(NamedTuple):
 
 
 def rows(runtime: Runtime) -> QuerySet[HeldJob]:
-    """Return every held job."""
+    """Return the places of all jobs in line."""
     return HeldJob.objects.using(runtime.database)
 
 
@@ -144,10 +144,10 @@ def waiting_ids(runtime: Runtime, jobs: Collection[Job]) -> set[UUID]:
     now = runtime.clock.now()
     generations = {job.pk: job.generation for job in jobs if job.available_at > now}
     for some in _chunks(generations):
-        held = rows(runtime).filter(job_id__in=some)
+        places = rows(runtime).filter(job_id__in=some)
         found.update(
             job_id
-            for job_id, generation in held.values_list("job_id", "generation")
+            for job_id, generation in places.values_list("job_id", "generation")
             if generations[job_id] == generation
         )
     return found
@@ -202,8 +202,8 @@ def leave(runtime: Runtime, jobs: Mapping[UUID, int], *, only_released: bool = F
 
     :param jobs: the generation of each. The place of a later one stays: the job has been replaced,
         or requeued, since the message was sent that is at hand.
-    :param only_released: whether one stays that is not released: the job had started, and has been
-        held again since.
+    :param only_released: whether one stays that is not released: the job had started, and has
+        got in line again since.
     """
     alike: dict[int, list[UUID]] = {}
     for id, generation in jobs.items():
@@ -247,7 +247,7 @@ def first_of_keys(
     return found
 
 
-def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
+def enter(runtime: Runtime, jobs: Sequence[Entry], queue: QueueConf) -> None:
     """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has, unless
     it has got another key or priority since; the others come last, in this order, but for those
     that had started.
@@ -284,10 +284,10 @@ def hold(runtime: Runtime, jobs: Sequence[Held], queue: QueueConf) -> None:
             open_jobs = Job.objects.using(using).filter(
                 pk__in=some, generation=generation, attempts=attempts, state__in=states.OPEN
             )
-            _hold_rows(open_jobs, queue, has_run=attempts > 0)
+            _queue_rows(open_jobs, queue, has_run=attempts > 0)
 
 
-def _hold_rows(jobs: QuerySet[Job], queue: QueueConf, *, has_run: bool) -> None:
+def _queue_rows(jobs: QuerySet[Job], queue: QueueConf, *, has_run: bool) -> None:
     """Write that jobs are due when they are released."""
     if storing.is_transactional(queue):
         jobs.update(available_at=NEVER)
@@ -397,7 +397,7 @@ def release(runtime: Runtime, name: str, count: int, wait: float) -> int:
 
 
 def _send(runtime: Runtime, jobs: Sequence[Job], seconds: float) -> None:
-    """Make held jobs due so many seconds from now, less a worker's way, inside the caller's
+    """Make jobs in line due so many seconds from now, less a worker's way, inside the caller's
     transaction."""
     due = runtime.clock.now() + timedelta(seconds=max(0.0, seconds - DUE_BEFORE))
     table = Job.objects.using(runtime.database)
