@@ -304,54 +304,50 @@ class GroupScheduler:
         with self._startable:
             while not self.is_stopped:
                 self._is_ramping = False
-                while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
-                    until, number, key = heapq.heappop(self._delayed)
-                    if key.due == (until, number):  # it was not hastened
-                        key.due = None
-                        self._make_ready_or_forget(key)
+                if self._delayed:
+                    self._end_delays()
                 for name in self._by_share() if self._is_weighted else list(self._ready):
                     if self._may_start(name) and (group := self._form_group(name)) is not None:
-                        self._taken[threading.get_ident()] = group
-                        if self._is_lane_needed():
-                            self._startable.notify()
                         return group
                 now = self._clock.monotonic()
                 if deadline <= now:
                     return None
-                # Of the lanes that wait for a notification one waits for the first delayed key.
-                due = self._delayed[0][0] if self._delayed else math.inf
-                if self._is_ramping:
-                    due = min(due, now + RAMP_INTERVAL)
-                watches = due < self._watched_until
-                if watches:
-                    self._watched_until = due
-                end = min(deadline, due) if watches else deadline
-                try:
-                    self._startable.wait(None if end == math.inf else max(0.0, end - now))
-                finally:
-                    if watches and self._watched_until == due:
-                        self._watched_until = math.inf
+                self._wait(deadline, now)
         return None
 
-    def _is_lane_needed(self) -> bool:
-        """Return whether another lane has something to take, or has to watch for delayed keys, now
-        that this one is about to run a group."""
-        self._is_ramping = False
-        if any(map(self._may_start, self._ready)):
-            return True
-        if self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until:
-            return True
-        return bool(self._delayed) and self._delayed[0][0] < self._watched_until
+    def _wait(self, deadline: float, now: float) -> None:
+        """Wait for a notification until the deadline (monotonic). One of the lanes that wait wakes
+        up for the first delayed key, or to look whether more coroutines may start."""
+        due = self._delayed[0][0] if self._delayed else math.inf
+        if self._is_ramping:
+            due = min(due, now + RAMP_INTERVAL)
+        watches = due < self._watched_until
+        if watches:
+            self._watched_until = due
+        end = min(deadline, due) if watches else deadline
+        try:
+            self._startable.wait(None if end == math.inf else max(0.0, end - now))
+        finally:
+            if watches and self._watched_until == due:
+                self._watched_until = math.inf
 
-    def _make_ready_or_forget(self, key: KeyQueue) -> None:
-        if key.waiting:
-            first = key.waiting[0]
-            is_concurrent = first.mode is Mode.CONCURRENT
-            ready = self._ready[key.queue, is_concurrent, first.is_orphan, first.level]
-            # What may start by its limits now is not to wait for what is only met.
-            ready.insert(_asking_again(ready) if first.asks_again else len(ready), key)
-        else:
-            del self._keys[key.key]
+    def _wake_lane_if_needed(self) -> None:
+        """Wake another lane if it has something to take, or has to watch for delayed keys."""
+        self._is_ramping = False
+        if (
+            any(map(self._may_start, self._ready))
+            or (self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until)
+            or (self._delayed and self._delayed[0][0] < self._watched_until)
+        ):
+            self._startable.notify()
+
+    def _make_ready(self, key: KeyQueue) -> None:
+        """Let a key start of which something waits."""
+        first = key.waiting[0]
+        is_concurrent = first.mode is Mode.CONCURRENT
+        ready = self._ready[key.queue, is_concurrent, first.is_orphan, first.level]
+        # What may start by its limits now is not to wait for what is only met.
+        ready.insert(_asking_again(ready) if first.asks_again else len(ready), key)
 
     def _by_share(self) -> list[ReadyName]:
         """Return the ready lists, first the one that has been given the smallest share; of equal
@@ -383,34 +379,22 @@ class GroupScheduler:
         return is_allowed
 
     def _form_group(self, name: ReadyName) -> Group | None:
-        """Take a group from a ready list; None if no key of the list may start now."""
+        """Take a group from a ready list, and wake another lane if something is left for it; None
+        if no key of the list may start now."""
         queue, ready = name[0], self._ready[name]
         if self._paused_until or not ready[0].waiting:
             self._drop_unstartable(ready)
             if not ready:
                 return None
-        first, limit = ready[0].waiting[0], self._limits.get(queue, NO_LIMIT)
-        size = self._size
+        first = ready[0].waiting[0]
         if first.is_orphan:
-            self._orphan, size = first, 1
-        elif first.mode is Mode.CONCURRENT:
-            size = self._coroutines_at_once(queue, limit)
-        elif first.batch is not None:
-            # One call for what is there is worth more than a lane for each share of it.
-            size = max(size, first.batch)
-        size = int(min(size, self._left))
-        # Lanes that are worth waking get their share before this one takes a second key.
-        # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
-        seconds = 0.0
-        if first.mode in TIMED:
-            seconds = len(ready) * self._run_times.get(first.kind, self._budget.seconds)
-            if self._shares_run and not first.asks_again:
-                seconds *= self._shares_run.get(first.kind, 1.0)
-        worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
-        lanes = min(self._idle, limit.groups, worth)
-        share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
+            self._orphan = first
         now = self._clock.monotonic()
-        group = Group(self._take_deliveries(ready, first.mode, size, share), first.mode, queue, now)
+        if len(ready) == len(ready[0].waiting) == 1:
+            deliveries = [ready.popleft().waiting.pop()]  # nothing else is ready
+        else:
+            deliveries = self._take_deliveries(ready, queue)
+        group = Group(deliveries, first.mode, queue, now)
         self._ready[name] = self._ready.pop(name)
         if self._is_weighted:
             self._charge(name)
@@ -428,41 +412,58 @@ class GroupScheduler:
             self._ramps[queue].room -= count
         self._idle -= 1
         self.peak = max(self.peak, self.lanes - self._idle)
+        self._taken[threading.get_ident()] = group
+        if self._delayed or any(self._ready.values()):
+            self._wake_lane_if_needed()
         return group
 
-    def _coroutines_at_once(self, queue: str, limit: QueueLimit) -> int:
-        """Return how many coroutines of a queue may start together."""
-        size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
-        if self._has_ramps:
-            size = max(1, min(size, int(self._ramps[queue].room)))
-        return size
+    def _bounds_of_group(self, ready: deque[KeyQueue], queue: str) -> tuple[int, int]:
+        """Return how many deliveries, and how many keys, a lane takes from a ready list as one
+        group at most."""
+        first = ready[0].waiting[0]
+        size, limit = self._size, self._limits.get(queue, NO_LIMIT)
+        if first.is_orphan:
+            size = 1
+        elif first.mode is Mode.CONCURRENT:
+            size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
+            if self._has_ramps:
+                size = max(1, min(size, int(self._ramps[queue].room)))
+        elif first.batch is not None:
+            # One call for what is there is worth more than a lane for each share of it.
+            size = max(size, first.batch)
+        size = int(min(size, self._left))
+        # Lanes that are worth waking get their share before this one takes a second key.
+        # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
+        seconds = self._expected_time(first, self._budget.seconds, len(ready))
+        worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
+        lanes = min(self._idle, limit.groups, worth)
+        return size, max(-(-len(ready) // max(1, lanes)), first.batch or 1)
 
-    def _take_deliveries(
-        self, ready: deque[KeyQueue], mode: Mode, size: int, share: int
-    ) -> list[Delivery]:
-        """Take the deliveries of a group from a ready list whose first key may start.
+    def _expected_time(self, delivery: Delivery, unknown: float, count: int = 1) -> float:
+        """Return how many seconds a lane is expected to run so many deliveries like this one.
 
-        :param size: deliveries of the group at most.
-        :param share: keys of the group at most.
+        :param unknown: seconds that a handler is expected to take that has not run yet.
         """
+        if delivery.mode not in TIMED:
+            return 0.0
+        seconds = count * self._run_times.get(delivery.kind, unknown)
+        if self._shares_run and not delivery.asks_again:
+            seconds *= self._shares_run.get(delivery.kind, 1.0)
+        return seconds
+
+    def _take_deliveries(self, ready: deque[KeyQueue], queue: str) -> list[Delivery]:
+        """Take the deliveries of a group from a ready list whose first key may start."""
+        size, share = self._bounds_of_group(ready, queue)
         taken: list[Delivery] = []
-        budget = default = self._budget.seconds
+        budget = unknown = self._budget.seconds
         while ready and share and len(taken) < size:
             waiting, before = ready[0].waiting, len(taken)
-            while waiting and len(taken) < size and waiting[0].mode is mode:
-                seconds = 0.0
-                if mode in TIMED:
-                    seconds = self._run_times.get(waiting[0].kind, default)
-                    if self._shares_run and not waiting[0].asks_again:
-                        seconds *= self._shares_run.get(waiting[0].kind, 1.0)
-                if seconds > budget and taken and not _fits_into_batch(waiting[0], taken):
-                    break
-                if taken and waiting[0].asks_again != taken[0].asks_again:
+            while waiting and len(taken) < size:
+                seconds = self._expected_time(waiting[0], unknown)
+                if taken and not _may_follow(taken, waiting[0], seconds <= budget):
                     break
                 budget -= seconds
                 taken.append(waiting.pop(0))
-                if mode is Mode.CONCURRENT:
-                    break  # those of a group run at the same time, those of a key must not
             if len(taken) == before:
                 break
             ready.popleft()
@@ -489,6 +490,18 @@ class GroupScheduler:
     def _delay(self, key: KeyQueue, until: float) -> None:
         key.due = until, next(self._tickets)
         heapq.heappush(self._delayed, (*key.due, key))
+
+    def _end_delays(self) -> None:
+        """Let the delayed keys start whose moment has come."""
+        while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
+            until, number, key = heapq.heappop(self._delayed)
+            if key.due != (until, number):
+                continue  # it was hastened
+            key.due = None
+            if key.waiting:
+                self._make_ready(key)
+            else:
+                del self._keys[key.key]
 
     def hasten(self, moments: Mapping[Delivery, float]) -> None:
         """Let deliveries that come up later do so at these moments (monotonic), where those are
@@ -524,74 +537,88 @@ class GroupScheduler:
 
     def finish(
         self,
-        group: Group | None,
+        group: Group,
         deferred: Collection[Delivery] = (),
         delay: float = 0.0,
         *,
         started: Collection[Delivery] = (),
-        coroutines: Iterable[Delivery] = (),
     ) -> None:
         """Free the lane and the keys of a group. The lane takes the next group itself and wakes
         others for the rest.
 
-        :param group: None: no lane is free, the keys of ``coroutines`` are.
         :param deferred: deliveries to run again, after ``delay`` seconds, or at moments of their
             own, and before anything that came later with their keys; those that are another
             consumer's by now are forgotten. Orphans found in the group have waited for nothing yet:
             they may run at once.
         :param started: coroutines of the group that go on.
-        :param coroutines: those that went on after their group's end, and have ended.
         """
-        ended = coroutines
         with self._startable:
-            if group is not None:
-                ended = [d for d in group.deliveries if d not in started]
-                group.has_ended = True
-                if group.deliveries[0] is self._orphan:
-                    self._orphan = None
-                self._groups[group.queue] -= 1
-                self._in_lanes.discard(group)
-                self._idle += 1
-            keys: dict[object, list[Delivery]] = {}
-            """The keys that are free now, and what of each has to run again."""
-            deferred = set(deferred)
-            endings: defaultdict[str, list[Delivery]] = defaultdict(list)
-            """The coroutines that have ended, by queue."""
-            for delivery in ended:
-                self._running.remove(delivery)
-                if delivery.mode is Mode.CONCURRENT:
-                    queue = self._keys[delivery.shard].queue
-                    endings[queue].append(delivery)
-                returned = keys.setdefault(delivery.shard, [])
-                if delivery in deferred:
-                    self._left += 1
-                    if delivery.subscription.holds(delivery.record):
-                        returned.append(delivery)
-                        continue
-                self._held[delivery.subscription, delivery.place] -= delivery.weight
-            for queue, coroutines in endings.items():
-                self._ramps[queue].end(coroutines, self._coroutines[queue])
-                self._coroutines[queue] -= len(coroutines)
-            for shard, returned in keys.items():
-                key = self._keys[shard]
-                key.waiting[:0] = returned
-                self.waiting += len(returned)
-                if returned and delay > 0 and not returned[0].is_orphan:
-                    until = returned[0].put_off_until or self._clock.monotonic() + delay
-                    for delivery in returned:
-                        delivery.put_off_until = 0.0
-                    self._delay(key, until)
-                else:
-                    self._make_ready_or_forget(key)
-            self._ended.notify_all()
-            if group is None and self._is_lane_needed():
-                self._startable.notify()
+            group.has_ended = True
+            if group.deliveries[0] is self._orphan:
+                self._orphan = None
+            self._groups[group.queue] -= 1
+            self._in_lanes.discard(group)
+            self._idle += 1
+            ended = [each for each in group.deliveries if each not in started]
+            self._free_keys(ended, deferred, delay)
 
     def finish_coroutines(
         self, deliveries: Iterable[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
     ) -> None:
         """Free the keys of coroutines that went on after their group's end; see ``finish``."""
-        self.finish(None, deferred, delay, coroutines=deliveries)
+        with self._startable:
+            self._free_keys(list(deliveries), deferred, delay)
+            # No lane takes the next group itself.
+            self._wake_lane_if_needed()
+
+    def _free_keys(
+        self, ended: Sequence[Delivery], deferred: Collection[Delivery], delay: float
+    ) -> None:
+        """Free the keys of deliveries that have ended; see ``finish``."""
+        deferred = set(deferred)
+        keys: dict[object, list[Delivery]] = {}
+        """The keys that are free now, and what of each has to run again."""
+        for delivery in ended:
+            self._running.remove(delivery)
+            returned = keys.setdefault(delivery.shard, [])
+            if delivery in deferred:
+                self._left += 1
+                if delivery.subscription.holds(delivery.record):
+                    returned.append(delivery)
+                    continue
+            self._held[delivery.subscription, delivery.place] -= delivery.weight
+        if coroutines := [each for each in ended if each.mode is Mode.CONCURRENT]:
+            self._end_coroutines(coroutines)
+        for shard, returned in keys.items():
+            key = self._keys[shard]
+            if returned:
+                self._take_back(key, returned, delay)
+            elif key.waiting:
+                self._make_ready(key)
+            else:
+                del self._keys[shard]
+        self._ended.notify_all()
+
+    def _end_coroutines(self, coroutines: Iterable[Delivery]) -> None:
+        """Let others start in place of coroutines that have ended."""
+        by_queue: defaultdict[str, list[Delivery]] = defaultdict(list)
+        for delivery in coroutines:
+            by_queue[self._keys[delivery.shard].queue].append(delivery)
+        for queue, ended in by_queue.items():
+            self._ramps[queue].end(ended, self._coroutines[queue])
+            self._coroutines[queue] -= len(ended)
+
+    def _take_back(self, key: KeyQueue, deliveries: list[Delivery], delay: float) -> None:
+        """Let deliveries run again that were deferred, before the others of their key."""
+        key.waiting[:0] = deliveries
+        self.waiting += len(deliveries)
+        if delay <= 0 or deliveries[0].is_orphan:
+            self._make_ready(key)
+            return
+        until = deliveries[0].put_off_until or self._clock.monotonic() + delay
+        for delivery in deliveries:
+            delivery.put_off_until = 0.0
+        self._delay(key, until)
 
     # --- Control ----------------------------------------------------------------------------------
 
@@ -861,14 +888,19 @@ class GroupScheduler:
         return self._clock.monotonic() - min(since) if since else 0.0
 
 
-def _fits_into_batch(delivery: Delivery, taken: list[Delivery]) -> bool:
-    """Return whether the batch that begins a group takes one more delivery, and this one. A batch
-    is one call, so its run time does not count; it never takes two of one key."""
-    return (
-        len(taken) < (delivery.batch or 0)
-        and taken[0].handler is delivery.handler
-        and taken[-1].shard != delivery.shard
-    )
+def _may_follow(taken: list[Delivery], delivery: Delivery, is_in_budget: bool) -> bool:
+    """Return whether a delivery runs in one group with those that were taken before it."""
+    first = taken[0]
+    if delivery.mode is not first.mode or delivery.asks_again != first.asks_again:
+        return False
+    if first.mode is Mode.CONCURRENT:
+        # Those of a group run at the same time, those of a key must not.
+        return delivery.shard != taken[-1].shard
+    if is_in_budget:
+        return True
+    # A batch is one call, so its run time does not count; it never takes two of one key.
+    has_room = len(taken) < (delivery.batch or 0) and delivery.handler is first.handler
+    return has_room and delivery.shard != taken[-1].shard
 
 
 def _has_waiting(key: KeyQueue, count: int, is_heavy: bool) -> bool:
