@@ -59,6 +59,8 @@ class FetchPlan(NamedTuple):
     """How many records, 0 where no partition has room."""
     weight: float
     """As how many records they may count, where values are large."""
+    timeout: float
+    """How many seconds it waits at most."""
     full: frozenset[TopicPartition]
     """The partitions that have no room."""
     urgent_above: Mapping[str, int]
@@ -118,7 +120,7 @@ class Poller:
         self._is_draining = False
         self._is_closed = False
         self.is_quiet = False
-        self._paused_queues: frozenset[str] = frozenset()
+        self._paused_topics: frozenset[str] = frozenset()
         self._paused: set[TopicPartition] = set()
         self._skipped_keys: set[TopicKey] = set()
         self._subscribed_at = 0.0
@@ -161,7 +163,8 @@ class Poller:
 
     def set_paused(self, queues: frozenset[str]) -> None:
         """Fetch nothing of these queues, and of all others again."""
-        self._paused_queues = queues
+        of_queues = [queue for name, queue in self.queues.items() if name in queues]
+        self._paused_topics = frozenset(queue.levels[self.level] for queue in of_queues)
 
     # --- Its own thread ---------------------------------------------------------------------------
 
@@ -171,36 +174,35 @@ class Poller:
         pause = self._retry_at - self._clock.monotonic()
         if pause > 0:
             return pause
+        pause = FULL_WAIT
         try:
             subscription = self._subscription or self._subscribe()
             if subscription.supports_release and self._scheduler.waiting:
                 self._give_back(subscription)
             plan = self._pause_and_plan(subscription)
-            max_records, full = plan.records, plan.full
             if self._is_draining or self.is_quiet:
                 subscription.poll(0, 0.0)
-                return FULL_WAIT
-            # One that is full may have room again before another one brings anything.
-            timeout = FULL_POLL_TIMEOUT if full else POLL_TIMEOUT
-            max_bytes = int(min(ANY_SIZE, plan.weight * self._scheduler.record_bytes))
-            if max_records <= 0:
-                records = subscription.poll(0, 0.0)
-            else:
-                records = subscription.poll(max_records, timeout, max(1, max_bytes))
+                return pause
+            if plan.records > 0:
+                pause = 0.0
+                max_bytes = int(min(ANY_SIZE, plan.weight * self._scheduler.record_bytes))
+                records = subscription.poll(plan.records, plan.timeout, max(1, max_bytes))
                 outage = subscription.last_error
                 if outage is not None or self._has_error:
                     self._has_error = outage is not None
                     self._on_error(outage)
+            else:
+                records = subscription.poll(0, 0.0)
             if above := plan.urgent_above:
                 most_bytes = int(min(ANY_SIZE, URGENT_RECORDS * self._scheduler.record_bytes))
                 records += subscription.poll_urgent(above, URGENT_RECORDS, max(1, most_bytes))
-            if records:
-                self.polled_count += len(records)
-                read = [self.read(record, subscription) for record in records]
-                self._scheduler.put([delivery for delivery in read if delivery is not None])
+            self.polled_count += len(records)
+            read = [self.read(record, subscription) for record in records]
+            if deliveries := [delivery for delivery in read if delivery is not None]:
+                self._scheduler.put(deliveries)
         except Exception as error:
             return self._start_over(error)
-        return 0.0 if max_records > 0 else FULL_WAIT
+        return pause
 
     def _give_back(self, subscription: Subscription) -> None:
         """Release what others may start sooner: all that waits if this worker is quiet, else what
@@ -320,11 +322,9 @@ class Poller:
     def _pause_and_plan(self, subscription: Subscription) -> FetchPlan:
         """Pause what is not to be read now, and resume the rest; return what the next poll may
         fetch."""
-        assigned = subscription.assignment()
-        level, paused_queues = self.level, self._paused_queues
-        topics = {q.levels[level] for q in self.queues.values() if q.name in paused_queues}
+        assigned, paused_topics = subscription.assignment(), self._paused_topics
         held, occupied, paused = self._scheduler.load_of(subscription)
-        unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
+        unwanted = {tp for tp in assigned if tp.topic in paused_topics or tp in paused}
         room: Mapping[str, int] = {}
         if is_shared := subscription.supports_release:
             room = self._room_of_topics(subscription)
@@ -344,13 +344,24 @@ class Poller:
         plan = FetchPlan(
             max_records,
             max(max_records, min(free, much)),
+            # One that is full may have room again before another one brings anything.
+            FULL_POLL_TIMEOUT if full else POLL_TIMEOUT,
             full,
-            self._urgent_above({each.topic for each in full}) if full and free + much > 0 else {},
+            self._urgent_above(full) if full and free + much > 0 else {},
         )
         if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
             return plan
         wanted = unwanted | full
+        if wanted != self._paused:
+            self._pause(subscription, wanted)
+        outstanding = sum(held.values())
+        if is_shared or self._skipped_keys or outstanding >= much:
+            self._skip_keys(subscription, outstanding, much)
+        return plan
+
+    def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
+        """Pause these partitions, and resume those that were paused before."""
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
         # Also of partitions that somebody else has now: the subscription remembers a pause across
@@ -358,19 +369,20 @@ class Poller:
         if to_resume := self._paused - wanted:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
-        # Read past keys of which much waits here already, where the transport can.
+
+    def _skip_keys(self, subscription: Subscription, outstanding: int, much: int) -> None:
+        """Read past keys of which much waits here already, where the transport can."""
         keys = set[TopicKey]()
-        if sum(held.values()) >= much:
+        if outstanding >= much:
             keys = self._scheduler.keys_waiting(subscription, much)
-        if is_shared:
+        if subscription.supports_release:
             known = self._skipped_keys
             keys |= self._scheduler.keys_with_enough(subscription, self._bounded, known)
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
-        return plan
 
-    def _urgent_above(self, full: Collection[str]) -> dict[str, int]:
+    def _urgent_above(self, full: Collection[TopicPartition]) -> dict[str, int]:
         """Return the lowest priority that waits here of each topic that is full, and of all topics
         where none of its own waits: what is less urgent would start before what is not fetched.
         Where nothing waits, the next claim begins with what is most urgent anyway."""
@@ -378,7 +390,8 @@ class Poller:
             return {}
         least = self._scheduler.least_priorities()
         lowest = min(least.values(), default=0)
-        return {topic: least.get(topic, lowest) for topic in full} if least else {}
+        topics = {each.topic for each in full}
+        return {topic: least.get(topic, lowest) for topic in topics} if least else {}
 
     def _room_of_topics(self, subscription: Subscription) -> dict[str, int]:
         """Return how many records of each topic this worker could start soon, beside those it
@@ -429,30 +442,36 @@ def plan_fetch(
     if not assigned:
         # Its partitions are yet to come, within the poll.
         return max(0, min(free, chunk)), frozenset()
+    if is_alone and free <= 0:
+        return 0, frozenset(assigned)
+    # A topic alone needs to leave nothing free, whatever it holds.
+    parts, counted = (1, {}) if is_alone else (2, held)
     in_topic: Counter[str] = Counter()
-    for partition, count in held.items():
+    for partition, count in counted.items():
         in_topic[partition.topic] += count
     partitions = Counter(each.topic for each in assigned)
+    # From how many records of its topic, from how many of its own, and beyond how many unsettled
+    # ones a partition is full, and one that was full still is.
+    share = max(CHUNKS, most // (2 * parts))
+    limits = (max(1, free), share, most - chunk)
+    limits_once_full = (max(1, free // 4), share // 2, most // 2)
     full: set[TopicPartition] = set()
     fetched = 0
     for each in assigned:
+        topic, unsettled = each.topic, uncommitted.get(each, 0)
+        startable = room.get(topic, most)
         # What has no room to start is paused, too, whatever it holds.
-        was_full = each in paused and each.topic not in room
-        topic_held = in_topic[each.topic]
-        if is_alone:
-            is_full = free <= 0
-        else:
-            is_full = topic_held >= max(1, free // 4 if was_full else free)
-        if partitions[each.topic] > 1:
-            limit = max(CHUNKS, most // (2 if is_alone else 4))
-            is_full |= held.get(each, 0) >= (limit // 2 if was_full else limit)
-        unsettled = uncommitted.get(each, 0)
-        is_full |= unsettled > (most // 2 if was_full else most - chunk)
-        startable = room.get(each.topic, most)
-        if is_full or startable <= 0:
+        was_full = each in paused and topic not in room
+        most_of_topic, most_of_own, most_unsettled = limits_once_full if was_full else limits
+        if (
+            startable <= 0
+            or in_topic[topic] >= most_of_topic
+            or (partitions[topic] > 1 and held.get(each, 0) >= most_of_own)
+            or unsettled > most_unsettled
+        ):
             full.add(each)
             continue
         # Half of the difference makes what it holds and what is free equal.
-        own = free if is_alone else max(1, (free - topic_held) // 2)
+        own = max(1, (free - in_topic[topic]) // parts)
         fetched = max(fetched, min(most - unsettled, own, startable))
     return max(0, min(fetched, chunk)), frozenset(full)
