@@ -143,40 +143,41 @@ class MemorySubscription(Watermark, Subscription):
                 with log.changed:
                     now = clock.monotonic()
                     next_expiry = min((each.expires_at for each in group.members), default=inf)
-                    is_settled = group.version == self._version and next_expiry > now
-                    if is_settled:
+                    if group.version == self._version and next_expiry > now:
                         self.last_error = log.outage
                         due = log.admit_due() if log.delayed else inf
-                        records = [] if log.outage else self._take(max_records, max_bytes)
+                        records = self._take(max_records, max_bytes)
                         if records or self._is_woken or now >= deadline:
                             self._is_woken = False
                             return records
                         clock.wait(log.changed, max(min(deadline - now, due, next_expiry - now), 0))
-                if not is_settled:
-                    self._rebalance()
+                        continue
+                self._rebalance()
             return []
         finally:
             self.expires_at = clock.monotonic() + self._lease
 
     def _take(self, max_records: int, max_bytes: int) -> list[Record]:
+        """Return what the log has of the partitions that are not paused; nothing while it is down.
+        The caller holds the lock."""
         taken: list[Record] = []
+        if self._log.outage:
+            return taken
         for partition, assignment in list(self._assignments.items()):
             limit = max_records - len(taken)
             bytes_left = max_bytes - sum(len(record.value or b"") for record in taken)
             if min(limit, bytes_left) <= 0:
                 break
-            if partition in self._paused:
-                continue
             start = assignment.next_offset or 0
             log = self._log.topics[partition.topic].partitions[partition.partition]
             stored = log[start : start + limit]
+            if not stored or partition in self._paused:
+                continue
             count = count_within((len(each.value or b"") for each in stored), bytes_left)
             batch = [
                 replace(each, headers=dict(each.headers), epoch=assignment.epoch, token=assignment)
                 for each in stored[:count]
             ]
-            if not batch:
-                continue
             self.deliver(assignment, [record.offset for record in batch])
             # To the end of the dict, so that no partition starves another.
             self._assignments[partition] = self._assignments.pop(partition)
