@@ -66,51 +66,69 @@ def freshen_connections(
             continue
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
-        blocks: list[Any] = connection.atomic_blocks
-        if is_own:
-            around = sum(block._from_testcase for block in blocks)
+        if connection.connection is None or connection.in_atomic_block:
+            error = _leave_blocks(connection, outer, is_own=is_own)
         else:
-            around = len(blocks) if outer is None else outer.get(connection.alias, 0)
-        if _is_left_open(connection, around, is_own=is_own):
-            left = not_pristine(connection)
-            _abandon(connection, around)
-        elif connection.connection is None or connection.in_atomic_block:
-            continue
-        elif getattr(connection.connection, "closed", False):
-            connection.close()
-        elif connection in changed and may_close:
-            changed.discard(connection)
-            if is_own:
-                drop(connection)
-        elif connection.errors_occurred and not is_usable(connection):
-            drop(connection)
-        else:
-            connection.errors_occurred = False
-            close_at = connection.close_at if connection.settings_dict["CONN_MAX_AGE"] else None
-            if close_at is not None and time.monotonic() >= close_at:
-                connection.close()
+            error = _freshen_idle(connection, outer, is_own=is_own, may_close=may_close)
+        left = error or left
     return left
 
 
-def _is_left_open(connection: BaseDatabaseWrapper, around: int, *, is_own: bool) -> bool:
-    """Return whether a handler has left a transaction, or has lost one by closing the connection.
-
-    :param around: blocks of ``atomic()`` that are not the handler's.
-    """
+def _freshen_idle(
+    connection: BaseDatabaseWrapper,
+    outer: Mapping[str, int] | None,
+    *,
+    is_own: bool,
+    may_close: bool,
+) -> TransactionManagementError | None:
+    """Do what ``freshen_connections`` does for an open connection that is in no block of
+    ``atomic()``."""
     raw: Any = connection.connection
-    if connection.in_atomic_block:
-        return len(connection.atomic_blocks) > around
-    if raw is None:
-        return connection.closed_in_transaction
-    # One that broke is in none any more, and what was written before it broke is committed.
     if getattr(raw, "closed", False):
-        return False
-    if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
-        return True
-    # Django was torn from noting that it had begun one, or the handler did it by hand.
-    if not is_own or not connection.autocommit:
-        return False
-    return _transaction_state(connection) in (_OPEN, _UNUSABLE)
+        # It is in no transaction any more, and what was written before it broke is committed.
+        connection.close()
+        return None
+    is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+    if is_own and connection.autocommit and not is_left_open:
+        # Django was torn from noting that it had begun one, or the handler did it by hand.
+        is_left_open = _transaction_state(connection) in (_OPEN, _UNUSABLE)
+    if is_left_open:
+        return _abandon(connection, outer, is_own=is_own)
+    if connection in changed and may_close:
+        changed.discard(connection)
+        if is_own:
+            drop(connection)
+    elif connection.errors_occurred and not is_usable(connection):
+        drop(connection)
+    else:
+        connection.errors_occurred = False
+        max_age, close_at = connection.settings_dict["CONN_MAX_AGE"], connection.close_at
+        if max_age and close_at is not None and time.monotonic() >= close_at:
+            connection.close()
+    return None
+
+
+def _leave_blocks(
+    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
+) -> TransactionManagementError | None:
+    """Do what ``freshen_connections`` does for any other connection: undo a transaction that a
+    handler has left, or has lost by closing the connection."""
+    if connection.in_atomic_block:
+        around = _blocks_around(connection, outer, is_own=is_own)
+        is_left_open = len(connection.atomic_blocks) > around
+    else:
+        is_left_open = connection.closed_in_transaction
+    return _abandon(connection, outer, is_own=is_own) if is_left_open else None
+
+
+def _blocks_around(
+    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
+) -> int:
+    """Return how many of a connection's blocks of ``atomic()`` are not a handler's."""
+    blocks: list[Any] = connection.atomic_blocks
+    if is_own:
+        return sum(block._from_testcase for block in blocks)
+    return len(blocks) if outer is None else outer.get(connection.alias, 0)
 
 
 @contextmanager
@@ -199,15 +217,19 @@ def may_be_left_open(connections: Iterable[BaseDatabaseWrapper]) -> bool:
     )
 
 
-def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
-    """End all blocks but those ``around`` somebody's own doing, and undo what they did."""
+def _abandon(
+    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
+) -> TransactionManagementError:
+    """End all blocks of ``atomic()`` that a handler has left, and undo what they did; return what
+    to raise for the handler."""
+    error, around = not_pristine(connection), _blocks_around(connection, outer, is_own=is_own)
     logger.error("A transaction on %r was left open by a handler; undone", connection.alias)
     if around:
         why = TransactionManagementError("left open")
         while len(connection.atomic_blocks) > around:
             block: Any = connection.atomic_blocks[-1]
             block.__exit__(TransactionManagementError, why, None)
-        return
+        return error
     connection.in_atomic_block = connection.needs_rollback = False
     connection.savepoint_ids, connection.atomic_blocks = [], []
     connection.run_on_commit = []
@@ -215,6 +237,7 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
     # Closed by the handler itself, it is still there as far as Django knows.
     connection.connection = None
     connection.closed_in_transaction = False
+    return error
 
 
 def begin_new_session(using: str) -> None:
@@ -457,6 +480,11 @@ class TransactionGuard:
             self.note(self.calls)
         elif _transaction_state(connection, has_begun=True) == _NONE:
             self.note(self.calls, sql, cursor)
+
+    def note_changed_sessions(self) -> None:
+        """Note whether something is changed in a session of this thread beyond its transaction."""
+        mine = connections.all(initialized_only=True)
+        self.has_changed |= any(connection in changed for connection in mine)
 
     def error(self) -> TransactionEndedError:
         """Return the error of the attempts that have ended the transaction by a COMMIT."""
