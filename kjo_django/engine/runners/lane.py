@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 
 from django.db import connections
 
@@ -48,6 +49,7 @@ logger = get_logger("kjo_django")
 OVERRUN = 100
 """Times its budget a group may run before it ends with the handler that runs: what has completed is
 committed, and what has not begun comes up again."""
+_seconds_of = attrgetter("seconds")
 _RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 
 
@@ -103,45 +105,39 @@ class LaneRunner:
             whole transaction.
         :raises RolledBack: the transaction cannot go on.
         """
-        using = self._runtime.database
-        # Only where there are others.
-        outer = open_blocks() if len(connections.settings) > 1 else None
+        first = attempts[0]
+        is_free = first.ending is None and first.delivery.limit_state is None
+        # Before the call of one job alone there is nothing to decide, unless it has a limit.
+        steps = [attempts] if is_free and len(attempts) == 1 else self._steps_of(attempts, guard)
+        has_others = len(connections.settings) > 1
+        with _fresh_others(self._runtime.database) if has_others else nullcontext():
+            for step in steps:
+                guard.calls = step
+                raised = self._call(step, savepoint or guard.pristine(), guard)
+                if raised is not None:
+                    _check_goes_on(guard, savepoint, raised)
+                guard.ran += [attempt for attempt in step if attempt.ending is not None]
+
+    def _steps_of(
+        self, attempts: Sequence[Attempt], guard: TransactionGuard
+    ) -> Iterator[Sequence[Attempt]]:
+        """Yield what is called together, one call of a group after the other. What is not to run
+        after the calls before it, or may not start, ends here without one."""
         until = time.monotonic() + OVERRUN * self._runtime.group_budget.seconds
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
-        steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
-        with nullcontext() if outer is None else watching(but=using):
-            for number, step in enumerate(steps):
-                is_late = number > 0 and (guard.has_changed or time.monotonic() >= until)
-                for attempt in step:
-                    if attempt.key in ended:
-                        _end_copy(attempt, ended[attempt.key])
-                    elif attempt.ending is not None:
-                        continue
-                    elif is_late or (held_back and held_back.covers(attempt.delivery)):
-                        attempt.ending = Ending.DEFERRED
-                        attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
-                    elif number > 0:
-                        admission.end_expired(attempt)
-                calls = [attempt for attempt in step if attempt.ending is None]
-                if any(attempt.delivery.limit_state is not None for attempt in calls):
-                    self._defer_what_may_not_start(calls)
-                parts = [calls] if calls else []
-                for part in parts:
-                    guard.calls = part
-                    raised = self._call(part, savepoint or guard.pristine(), guard)
-                    if raised is not None and not _goes_on(guard, savepoint):
-                        guard.unwanted = [each for each in part if each.abort_reason in UNWANTED]
-                        why = f"{part[0].delivery.kind}: {error_text(raised)}"
-                        raise RolledBack(why, guard) from raised
-                    guard.ran += [attempt for attempt in part if attempt.ending is not None]
-                    # Of a batch that has failed, those that are not known to be to blame.
-                    parts += [[attempt] for attempt in part if attempt.ending is None]
-                if len(steps) > 1:
-                    held_back.after(step)
-                    ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
-        if outer is not None:
-            _freshen_others(outer, using)
+        for number, step in enumerate(in_steps(attempts)):
+            if number > 0:
+                is_late = guard.has_changed or time.monotonic() >= until
+                _end_before_call(step, ended, held_back, is_late=is_late)
+            calls = [attempt for attempt in step if attempt.ending is None]
+            self._defer_what_may_not_start(calls)
+            if calls:
+                yield calls
+            if len(calls) > 1:
+                yield from _left_by_failed_batch(calls, guard)
+            held_back.after(step)
+            ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
@@ -222,22 +218,18 @@ class LaneRunner:
 
         :param guard: of the transaction, where it is made in one.
         """
-        if guard is not None and guard.has_changed:  # by another item of a batch that has failed
-            for attempt in step:
-                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.ALONE
-            return None
         is_shared = guard is not None and guard.is_shared
         raised = call_step(self._runtime, self._watch, step, around, is_shared=is_shared)
         if guard is not None and changed:
-            mine = connections.all(initialized_only=True)
-            guard.has_changed |= any(connection in changed for connection in mine)
+            guard.note_changed_sessions()
         ended = [attempt for attempt in step if raised is None or attempt.error is not None]
-        if ended:
-            seconds = max(attempt.seconds for attempt in ended)
-            if guard is not None and guard.has_changed:
-                # Its group ends with it, so a group is not to have more than one of them.
-                seconds = max(seconds, self._runtime.group_budget.seconds)
-            self._on_measure(step[0].delivery.kind, seconds)
+        if not ended:
+            return raised
+        seconds = max(map(_seconds_of, ended))
+        if guard is not None and guard.has_changed:
+            # Its group ends with it, so a group is not to have more than one of them.
+            seconds = max(seconds, self._runtime.group_budget.seconds)
+        self._on_measure(step[0].delivery.kind, seconds)
         for attempt in ended:
             if attempt.error is None:
                 attempt.ending = Ending.COMPLETED
@@ -259,13 +251,56 @@ def _may_complete_alone(attempt: Attempt, guard: TransactionGuard) -> bool:
     return True
 
 
-def _freshen_others(outer: Mapping[str, int], using: str) -> None:
+@contextmanager
+def _fresh_others(using: str) -> Iterator[None]:
     """Leave connections to other databases than this one like new.
 
     :raises TransactionManagementError: a transaction was left open, and so was undone.
     """
+    outer = open_blocks()
+    with watching(but=using):
+        yield
     if left := freshen_connections(outer=outer, but=using, may_close=False):
         raise left
+
+
+def _left_by_failed_batch(
+    batch: Sequence[Attempt], guard: TransactionGuard
+) -> Iterator[Sequence[Attempt]]:
+    """Yield the items that are not known to be to blame for the failure of their batch, each to be
+    called by itself. Once one has changed the session, the others are deferred."""
+    for attempt in batch:
+        if attempt.ending is not None:
+            continue
+        if guard.has_changed:
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.ALONE
+        else:
+            yield [attempt]
+
+
+def _end_before_call(
+    step: Sequence[Attempt],
+    ended: Mapping[EventKey, Attempt],
+    held_back: admission.HeldBack,
+    *,
+    is_late: bool,
+) -> None:
+    """End what is not to run after the calls before it.
+
+    :param ended: the attempts that these have ended.
+    :param is_late: nothing more begins in the group.
+    """
+    for attempt in step:
+        if attempt.key in ended:
+            _end_copy(attempt, ended[attempt.key])
+        elif attempt.ending is not None:
+            continue
+        elif is_late:
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.OUT_OF_BUDGET
+        elif held_back and held_back.covers(attempt.delivery):
+            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
+        else:
+            admission.end_expired(attempt)
 
 
 def _end_copy(attempt: Attempt, first: Attempt) -> None:
@@ -277,6 +312,16 @@ def _end_copy(attempt: Attempt, first: Attempt) -> None:
     attempt.error = None
 
 
-def _goes_on(guard: TransactionGuard, savepoint: LazySavepoint | None) -> bool:
-    """Return whether a transaction can go on with others after a handler has failed in it."""
-    return not guard.ended_by and savepoint is not None and savepoint.is_transaction_pristine()
+def _check_goes_on(
+    guard: TransactionGuard, savepoint: LazySavepoint | None, raised: BaseException
+) -> None:
+    """Check that a transaction can go on with others after a handler has failed in it.
+
+    :param raised: what its call has raised.
+    :raises RolledBack: it cannot.
+    """
+    if not guard.ended_by and savepoint is not None and savepoint.is_transaction_pristine():
+        return
+    guard.unwanted = [each for each in guard.calls if each.abort_reason in UNWANTED]
+    why = f"{guard.calls[0].delivery.kind}: {error_text(raised)}"
+    raise RolledBack(why, guard) from raised
