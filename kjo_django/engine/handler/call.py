@@ -199,9 +199,11 @@ def call_step(
     :param is_shared: whether its transaction is that of others, too.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
-    handler, runs, context = _prepare(runtime, step)
-    if context is None:
+    handler = step[0].delivery.handler
+    runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
+    if not runs:
         return None
+    context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
     for _, run in runs:
         run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
@@ -227,9 +229,11 @@ async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attem
     """Make one call of an asynchronous handler on the loop this is awaited on, outside any
     transaction, and note in its attempts how it ended. The items of a batch that raises are called
     again one by one."""
-    handler, runs, context = _prepare(runtime, step)
-    if context is None:
+    handler = step[0].delivery.handler
+    runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
+    if not runs:
         return
+    context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
     began = time.perf_counter()
     try:
         call = chain(handler, watch, tracing.tracer, True, runtime.settings.middleware)
@@ -247,62 +251,59 @@ Runs = Sequence[tuple[Attempt, JobContext]]
 """The attempts that one call runs, each with the context of its job."""
 
 
-def _prepare(runtime: Runtime, step: Sequence[Attempt]) -> tuple[Handler, Runs, Context | None]:
-    """Return the handler of a call, the attempts that are about to run, and the call's context,
-    None where none of them is. An attempt whose payload cannot be read has failed instead."""
-    handler, queue = step[0].delivery.handler, step[0].delivery.queue
+def _context_of(runtime: Runtime, attempt: Attempt) -> JobContext | None:
+    """Return the context of an attempt that is about to run, a batch's item where its handler takes
+    batches. One whose payload cannot be read has failed instead: None."""
+    delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
+    handler, queue, headers = delivery.handler, delivery.queue, delivery.record.headers
     is_batch = handler.options.batch is not None
-    kind: type[JobContext] = BatchItem if is_batch else JobContext
+    attempt.started_at = CLOCK.now()
+    try:
+        payload = load_value(message.payload, message.content_type)
+        if attempt.step is not None:
+            payload = attempt.step.begin_run(payload)
+        if is_batch:
+            ((payload,), _) = handler.arguments(payload)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        attempt.error = error
+        return None
+    unique_id = row.unique_id if row is not None else None
+    if original := headers.get(names.UNIQUE_ID):
+        # It replays the dead letter of another job, which was enqueued under this id.
+        unique_id = original.decode("utf-8", "replace")
     # Reading headers takes its time, and mostly nobody is going to see them.
     is_seen = is_batch or handler.options.takes_context or runtime.settings.middleware
     limit = handler.options.timeout or queue.timeout
-    seconds = limit.total_seconds() if limit is not None else None
-    context: Any = None
-    runs: list[tuple[Attempt, JobContext]] = []
-    for attempt in step:
-        delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
-        headers = delivery.record.headers
-        unique_id = row.unique_id if row is not None else None
-        if original := headers.get(names.UNIQUE_ID):
-            # It replays the dead letter of another job, which was enqueued under this id.
-            unique_id = original.decode("utf-8", "replace")
-        attempt.started_at = CLOCK.now()
-        try:
-            payload = load_value(message.payload, message.content_type)
-            if attempt.step is not None:
-                payload = attempt.step.begin_run(payload)
-            if is_batch:
-                ((payload,), _) = handler.arguments(payload)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            attempt.error = error
-            continue
-        # By place: made for every job, and by name takes half as long again.
-        context = kind(
-            message.job_id or message.id,
-            attempt.number,
-            attempt.limit,
-            message.id,
-            queue.name,
-            names.texts(headers) if is_seen else {},
-            row.created_at if row is not None else message.timestamp,
-            unique_id,
-            message.generation,
-            None,
-            delivery.lease,
-            delivery.mode is Mode.ATOMIC,
-            None,
-            delivery,
-            seconds,
-            payload,
-        )
-        runs.append((attempt, context))
-        if attempt.step is not None:
-            context.workflow = attempt.step
-    if runs and is_batch:
-        context = BatchContext([cast(BatchItem, each) for _, each in runs], seconds)
-    return handler, runs, context
+    kind: type[JobContext] = BatchItem if is_batch else JobContext
+    # By place: made for every job, and by name takes half as long again.
+    context = kind(
+        message.job_id or message.id,
+        attempt.number,
+        attempt.limit,
+        message.id,
+        queue.name,
+        names.texts(headers) if is_seen else {},
+        row.created_at if row is not None else message.timestamp,
+        unique_id,
+        message.generation,
+        None,
+        delivery.lease,
+        delivery.mode is Mode.ATOMIC,
+        None,
+        delivery,
+        limit.total_seconds() if limit is not None else None,
+        payload,
+    )
+    context.workflow = attempt.step
+    return context
+
+
+def _batch_of(runs: Runs) -> BatchContext:
+    """Return the context of the call of a batch handler."""
+    items = [cast(BatchItem, context) for _, context in runs]
+    return BatchContext(items, items[0].time_limit)
 
 
 def _values_of_items(handler: Handler, value: Any, count: int) -> Sequence[Any]:
