@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -36,6 +37,7 @@ from kjo_django.store.base import Store
 from kjo_django.store.rows import Completing, Completion, JobRow, Place
 from kjo_django.transports.base import NOWHERE, Record, Subscription
 from kjo_django.workflows.countdown import Receiver, count_ended
+from kjo_django.workflows.step_context import WorkflowContext
 
 logger = get_logger("kjo_django")
 
@@ -174,11 +176,6 @@ def complete(
         nothing either: the commit may go along with the statement.
     :returns: the ids of the jobs recorded.
     """
-    steps = []
-    for attempt in attempts:
-        if attempt.step is not None and attempt.row is not None:
-            attempt.announcements = ()  # of an earlier try, which was undone
-            steps.append((attempt, attempt.step, attempt.row.id))
     completions = [
         Completion(
             row,
@@ -193,30 +190,54 @@ def complete(
         if (row := attempt.row) is not None
     ]
     now = CLOCK.now()
+    steps = [attempt for attempt in attempts if attempt.step is not None]
+    if not steps:
+        return runtime.store.complete(completions, now, token=token, is_last=is_last)
+    for attempt in steps:
+        attempt.announcements = ()  # of an earlier try, which was undone
     completing: Completing = None
-    if steps and token is None:
+    if token is None:
         # The caller's transaction has locked the rows: they are written along with the counts.
         completing, written = (completions, now), {one.row.id for one in completions}
     else:
-        is_end = is_last and not steps
-        written = runtime.store.complete(completions, now, token=token, is_last=is_end)
-    if steps:
-        ended = [one for one in steps if one[2] in written]
-        announcements: list[Callable[[], object]] = []
-        for attempt, _, _ in ended[:1]:
+        written = runtime.store.complete(completions, now, token=token)
+    _count_steps(runtime, steps, written, completing, receiver=receiver, is_last=is_last)
+    return written
+
+
+def _count_steps(
+    runtime: Runtime,
+    steps: Sequence[Attempt],
+    written: Collection[Any],
+    completing: Completing,
+    *,
+    receiver: Receiver | None,
+    is_last: bool,
+) -> None:
+    """Count completed steps of workflows, and release what has waited for them; see ``complete``.
+
+    :param written: the ids of the jobs recorded: of the others nothing is counted.
+    :param completing: as ``count_ended`` takes it.
+    """
+    ended: list[tuple[WorkflowContext, UUID]] = []
+    announcements: list[Callable[[], object]] = []
+    for attempt in steps:
+        if attempt.step is None or attempt.row is None or attempt.row.id not in written:
+            continue
+        if not ended:
             # One announces what all have ended: they are committed together, maybe along with the
             # last statement, and then without an answer.
             attempt.announcements = announcements
-        count_ended(
-            runtime,
-            [(step.stage_id, id, JobState.COMPLETED) for _, step, id in ended],
-            [step for _, step, _ in ended],
-            announce=announcements.append,
-            receiver=receiver,
-            is_last=is_last,
-            completing=completing,
-        )
-    return written
+        ended.append((attempt.step, attempt.row.id))
+    count_ended(
+        runtime,
+        [(step.stage_id, id, JobState.COMPLETED) for step, id in ended],
+        [step for step, _ in ended],
+        announce=announcements.append,
+        receiver=receiver,
+        is_last=is_last,
+        completing=completing,
+    )
 
 
 def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:
