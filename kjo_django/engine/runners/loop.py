@@ -196,19 +196,23 @@ class LoopRunner:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
             spawn(sync_to_async(self._freshen)())
-            starts = 1
-            while self._waiting and not self.is_closed:
-                for _ in range(min(starts, len(self._waiting))):
-                    step = self._waiting.popleft()
-                    spawn(self._run_step(step), step)
-                # Where a start takes long, as making a client of HTTP does, those that run get
-                # their answers after each. Each turn costs as much as several quick starts.
-                began = time.monotonic()
-                await asyncio.sleep(0)
-                is_quick = time.monotonic() - began < QUICK_TURN
-                starts = min(2 * starts, MOST_STARTS) if is_quick else max(1, starts // 2)
+            await self._start_waiting(spawn)
         for task in tasks:
             task.cancel()
+
+    async def _start_waiting(self, spawn: Callable[..., None]) -> None:
+        """Start what waits, some in each turn of the loop."""
+        starts = 1
+        while self._waiting and not self.is_closed:
+            for _ in range(min(starts, len(self._waiting))):
+                step = self._waiting.popleft()
+                spawn(self._run_step(step), step)
+            # Where a start takes long, as making a client of HTTP does, those that run get their
+            # answers after each. Each turn costs as much as several quick starts.
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            is_quick = time.monotonic() - began < QUICK_TURN
+            starts = min(2 * starts, MOST_STARTS) if is_quick else max(1, starts // 2)
 
     async def _run_step(self, step: Sequence[Attempt]) -> None:
         began, undone = time.monotonic(), len(self._undone)
