@@ -201,34 +201,8 @@ def complete(
         completing, written = (completions, now), {one.row.id for one in completions}
     else:
         written = runtime.store.complete(completions, now, token=token)
-    _count_steps(runtime, steps, written, completing, receiver=receiver, is_last=is_last)
-    return written
-
-
-def _count_steps(
-    runtime: Runtime,
-    steps: Sequence[Attempt],
-    written: Collection[Any],
-    completing: Completing,
-    *,
-    receiver: Receiver | None,
-    is_last: bool,
-) -> None:
-    """Count completed steps of workflows, and release what has waited for them; see ``complete``.
-
-    :param written: the ids of the jobs recorded: of the others nothing is counted.
-    :param completing: as ``count_ended`` takes it.
-    """
-    ended: list[tuple[WorkflowContext, UUID]] = []
     announcements: list[Callable[[], object]] = []
-    for attempt in steps:
-        if attempt.step is None or attempt.row is None or attempt.row.id not in written:
-            continue
-        if not ended:
-            # One announces what all have ended: they are committed together, maybe along with the
-            # last statement, and then without an answer.
-            attempt.announcements = announcements
-        ended.append((attempt.step, attempt.row.id))
+    ended = _ended_steps(steps, written, announcements)
     count_ended(
         runtime,
         [(step.stage_id, id, JobState.COMPLETED) for step, id in ended],
@@ -238,6 +212,24 @@ def _count_steps(
         is_last=is_last,
         completing=completing,
     )
+    return written
+
+
+def _ended_steps(
+    steps: Sequence[Attempt],
+    written: Collection[UUID],
+    announcements: Sequence[Callable[[], object]],
+) -> list[tuple[WorkflowContext, UUID]]:
+    """Return the steps whose completions are written, with the ids of their jobs. The first of them
+    announces what all have ended: they are committed together, maybe along with the last statement,
+    and then without an answer."""
+    ended: list[tuple[WorkflowContext, UUID]] = []
+    for attempt in steps:
+        step, row = attempt.step, attempt.row
+        if step is not None and row is not None and row.id in written:
+            attempt.announcements = () if ended else announcements
+            ended.append((step, row.id))
+    return ended
 
 
 def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:

@@ -66,23 +66,29 @@ def freshen_connections(
             continue
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
-        if connection.connection is None or connection.in_atomic_block:
-            error = _leave_blocks(connection, outer, is_own=is_own)
+        blocks: list[Any] = connection.atomic_blocks
+        if is_own:
+            around = sum(block._from_testcase for block in blocks)
+        elif outer is None:
+            around = len(blocks)
         else:
-            error = _freshen_idle(connection, outer, is_own=is_own, may_close=may_close)
+            around = outer.get(connection.alias, 0)
+        if connection.connection is None or connection.in_atomic_block:
+            error = _end_blocks(connection, around)
+        else:
+            error = _freshen_idle(connection, around, is_own=is_own, may_close=may_close)
         left = error or left
     return left
 
 
 def _freshen_idle(
-    connection: BaseDatabaseWrapper,
-    outer: Mapping[str, int] | None,
-    *,
-    is_own: bool,
-    may_close: bool,
+    connection: BaseDatabaseWrapper, around: int, *, is_own: bool, may_close: bool
 ) -> TransactionManagementError | None:
     """Do what ``freshen_connections`` does for an open connection that is in no block of
-    ``atomic()``."""
+    ``atomic()``.
+
+    :param around: how many such blocks are not the handler's.
+    """
     raw: Any = connection.connection
     if getattr(raw, "closed", False):
         # It is in no transaction any more, and what was written before it broke is committed.
@@ -93,7 +99,7 @@ def _freshen_idle(
         # Django was torn from noting that it had begun one, or the handler did it by hand.
         is_left_open = _transaction_state(connection) in (_OPEN, _UNUSABLE)
     if is_left_open:
-        return _abandon(connection, outer, is_own=is_own)
+        return _abandon(connection, around)
     if connection in changed and may_close:
         changed.discard(connection)
         if is_own:
@@ -108,27 +114,13 @@ def _freshen_idle(
     return None
 
 
-def _leave_blocks(
-    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
-) -> TransactionManagementError | None:
+def _end_blocks(connection: BaseDatabaseWrapper, around: int) -> TransactionManagementError | None:
     """Do what ``freshen_connections`` does for any other connection: undo a transaction that a
     handler has left, or has lost by closing the connection."""
+    is_left_open = connection.closed_in_transaction
     if connection.in_atomic_block:
-        around = _blocks_around(connection, outer, is_own=is_own)
         is_left_open = len(connection.atomic_blocks) > around
-    else:
-        is_left_open = connection.closed_in_transaction
-    return _abandon(connection, outer, is_own=is_own) if is_left_open else None
-
-
-def _blocks_around(
-    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
-) -> int:
-    """Return how many of a connection's blocks of ``atomic()`` are not a handler's."""
-    blocks: list[Any] = connection.atomic_blocks
-    if is_own:
-        return sum(block._from_testcase for block in blocks)
-    return len(blocks) if outer is None else outer.get(connection.alias, 0)
+    return _abandon(connection, around) if is_left_open else None
 
 
 @contextmanager
@@ -217,12 +209,10 @@ def may_be_left_open(connections: Iterable[BaseDatabaseWrapper]) -> bool:
     )
 
 
-def _abandon(
-    connection: BaseDatabaseWrapper, outer: Mapping[str, int] | None, *, is_own: bool
-) -> TransactionManagementError:
-    """End all blocks of ``atomic()`` that a handler has left, and undo what they did; return what
+def _abandon(connection: BaseDatabaseWrapper, around: int) -> TransactionManagementError:
+    """End all blocks but those ``around`` somebody's own doing, and undo what they did; return what
     to raise for the handler."""
-    error, around = not_pristine(connection), _blocks_around(connection, outer, is_own=is_own)
+    error = not_pristine(connection)
     logger.error("A transaction on %r was left open by a handler; undone", connection.alias)
     if around:
         why = TransactionManagementError("left open")

@@ -23,7 +23,8 @@ from operator import attrgetter
 
 from django.db import connections
 
-from kjo_django.engine import admission, failures
+from kjo_django.engine import failures
+from kjo_django.engine.admission import HeldBack, end_expired
 from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
@@ -124,20 +125,20 @@ class LaneRunner:
         """Yield what is called together, one call of a group after the other. What is not to run
         after the calls before it, or may not start, ends here without one."""
         until = time.monotonic() + OVERRUN * self._runtime.group_budget.seconds
-        ended: dict[EventKey, Attempt] = {}
-        held_back = admission.HeldBack()
+        ran: dict[EventKey, Attempt] = {}
+        held_back = HeldBack()
         for number, step in enumerate(in_steps(attempts)):
             if number > 0:
                 is_late = guard.has_changed or time.monotonic() >= until
-                _end_before_call(step, ended, held_back, is_late=is_late)
+                _end_before_call(step, ran, held_back, is_late=is_late)
             calls = [attempt for attempt in step if attempt.ending is None]
             self._defer_what_may_not_start(calls)
             if calls:
                 yield calls
             if len(calls) > 1:
-                yield from _left_by_failed_batch(calls, guard)
+                yield from _items_again(calls, guard)
             held_back.after(step)
-            ended |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
+            ran |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
@@ -264,9 +265,7 @@ def _fresh_others(using: str) -> Iterator[None]:
         raise left
 
 
-def _left_by_failed_batch(
-    batch: Sequence[Attempt], guard: TransactionGuard
-) -> Iterator[Sequence[Attempt]]:
+def _items_again(batch: Sequence[Attempt], guard: TransactionGuard) -> Iterator[list[Attempt]]:
     """Yield the items that are not known to be to blame for the failure of their batch, each to be
     called by itself. Once one has changed the session, the others are deferred."""
     for attempt in batch:
@@ -279,20 +278,16 @@ def _left_by_failed_batch(
 
 
 def _end_before_call(
-    step: Sequence[Attempt],
-    ended: Mapping[EventKey, Attempt],
-    held_back: admission.HeldBack,
-    *,
-    is_late: bool,
+    step: Sequence[Attempt], ran: Mapping[EventKey, Attempt], held_back: HeldBack, *, is_late: bool
 ) -> None:
     """End what is not to run after the calls before it.
 
-    :param ended: the attempts that these have ended.
+    :param ran: the attempts of these calls.
     :param is_late: nothing more begins in the group.
     """
     for attempt in step:
-        if attempt.key in ended:
-            _end_copy(attempt, ended[attempt.key])
+        if attempt.key in ran:
+            _end_copy(attempt, ran[attempt.key])
         elif attempt.ending is not None:
             continue
         elif is_late:
@@ -300,7 +295,7 @@ def _end_before_call(
         elif held_back and held_back.covers(attempt.delivery):
             attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
         else:
-            admission.end_expired(attempt)
+            end_expired(attempt)
 
 
 def _end_copy(attempt: Attempt, first: Attempt) -> None:
