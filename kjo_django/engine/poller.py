@@ -323,7 +323,7 @@ class Poller:
         """Pause what is not to be read now, and resume the rest; return what the next poll may
         fetch."""
         assigned, paused_topics = subscription.assignment(), self._paused_topics
-        held, occupied, paused = self._scheduler.load_of(subscription)
+        outstanding, occupied, paused = self._scheduler.load_of(subscription)
         unwanted = {tp for tp in assigned if tp.topic in paused_topics or tp in paused}
         room: Mapping[str, int] = {}
         if is_shared := subscription.supports_release:
@@ -333,7 +333,7 @@ class Poller:
         max_records, full = plan_fetch(
             self._max_outstanding,
             [each for each in assigned if each not in unwanted],
-            held,
+            outstanding,
             free,
             room=room,
             uncommitted=subscription.uncommitted(),
@@ -355,9 +355,9 @@ class Poller:
         wanted = unwanted | full
         if wanted != self._paused:
             self._pause(subscription, wanted)
-        outstanding = sum(held.values())
-        if is_shared or self._skipped_keys or outstanding >= much:
-            self._skip_keys(subscription, outstanding, much)
+        count = sum(outstanding.values())
+        if is_shared or self._skipped_keys or count >= much:
+            self._skip_keys(subscription, count, much)
         return plan
 
     def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
@@ -370,10 +370,10 @@ class Poller:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
 
-    def _skip_keys(self, subscription: Subscription, outstanding: int, much: int) -> None:
+    def _skip_keys(self, subscription: Subscription, count: int, much: int) -> None:
         """Read past keys of which much waits here already, where the transport can."""
         keys = set[TopicKey]()
-        if outstanding >= much:
+        if count >= much:
             keys = self._scheduler.keys_waiting(subscription, much)
         if subscription.supports_release:
             known = self._skipped_keys
@@ -403,7 +403,7 @@ class Poller:
 def plan_fetch(
     most: int,
     assigned: Sequence[TopicPartition],
-    held: Mapping[TopicPartition, int],
+    outstanding: Mapping[TopicPartition, int],
     free: int,
     *,
     room: Mapping[str, int],
@@ -430,7 +430,7 @@ def plan_fetch(
 
     :param most: records the worker holds at most.
     :param assigned: the partitions to choose from.
-    :param held: records of each partition that wait or run in this worker.
+    :param outstanding: records of each partition that wait or run in this worker.
     :param free: records the worker has room for, whatever their topic.
     :param room: how many records of a topic could start soon, where others can have them.
     :param uncommitted: records of each partition that a crash would deliver again.
@@ -445,7 +445,7 @@ def plan_fetch(
     if is_alone and free <= 0:
         return 0, frozenset(assigned)
     # A topic alone needs to leave nothing free, whatever it holds.
-    parts, counted = (1, {}) if is_alone else (2, held)
+    parts, counted = (1, {}) if is_alone else (2, outstanding)
     in_topic: Counter[str] = Counter()
     for partition, count in counted.items():
         in_topic[partition.topic] += count
@@ -466,7 +466,7 @@ def plan_fetch(
         if (
             startable <= 0
             or in_topic[topic] >= most_of_topic
-            or (partitions[topic] > 1 and held.get(each, 0) >= most_of_own)
+            or (partitions[topic] > 1 and outstanding.get(each, 0) >= most_of_own)
             or unsettled > most_unsettled
         ):
             full.add(each)

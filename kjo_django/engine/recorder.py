@@ -170,7 +170,7 @@ def complete(
     """Record completions of jobs in one statement, inside the caller's transaction; of a workflow's
     steps, release what has waited for them.
 
-    :param token: of a row lease that must still be held; those who lost it are refused.
+    :param token: of a row lease that must still be this worker's; those who lost it are refused.
     :param receiver: as ``count_ended`` takes it.
     :param is_last: the caller does nothing more but commit, and what it would do about a refusal is
         nothing either: the commit may go along with the statement.

@@ -230,7 +230,7 @@ class GroupScheduler:
         """Most groups that ever ran at once."""
         self.waiting = 0
         """Deliveries waiting for a lane."""
-        self._held: Counter[tuple[Subscription, TopicPartition]] = Counter()
+        self._outstanding: Counter[tuple[Subscription, TopicPartition]] = Counter()
         """The weights of the deliveries that wait and run, by where they came from."""
         self.is_stopped = False
         """Whether ``stop`` was called."""
@@ -245,7 +245,7 @@ class GroupScheduler:
                 self.waiting += 1
                 if (size := len(delivery.record.value or b"")) > self.record_bytes:
                     delivery.weight = math.ceil(size / self.record_bytes)
-                self._held[delivery.subscription, delivery.place] += delivery.weight
+                self._outstanding[delivery.subscription, delivery.place] += delivery.weight
                 delivery.waiting_since = now
                 key = self._keys.get(delivery.shard)
                 if key is not None:
@@ -264,8 +264,8 @@ class GroupScheduler:
         """Return how many deliveries of this queue and partition would start at once if they were
         added when the caller's group has ended; none while any delivery waits for a lane."""
         with self._startable:
-            is_held = self._paused_until.get(place, 0.0) > self._clock.monotonic()
-            if self.waiting or self.is_stopped or is_held or queue in self._paused:
+            is_paused = self._paused_until.get(place, 0.0) > self._clock.monotonic()
+            if self.waiting or self.is_stopped or is_paused or queue in self._paused:
                 return 0
             free = self._limits.get(queue, NO_LIMIT).groups - self._groups[queue]
             return int(min(min(self._idle, free) + 1, self._left))
@@ -288,7 +288,7 @@ class GroupScheduler:
             if group is None or group.has_ended:
                 return False
             for delivery in deliveries:
-                self._held[delivery.subscription, delivery.place] += delivery.weight
+                self._outstanding[delivery.subscription, delivery.place] += delivery.weight
                 if delivery.shard in self._keys:
                     delivery.shard = object()  # a stale record of its job is there, too
                 self._keys[delivery.shard] = KeyQueue(delivery.shard, group.queue, [])
@@ -473,7 +473,7 @@ class GroupScheduler:
         return taken
 
     def _drop_unstartable(self, ready: deque[KeyQueue]) -> None:
-        """Drop empty keys from the front, and delay those of a held partition."""
+        """Drop empty keys from the front, and delay those of a paused partition."""
         now = self._clock.monotonic()
         while ready:
             key = ready[0]
@@ -586,7 +586,7 @@ class GroupScheduler:
                 if delivery.subscription.holds(delivery.record):
                     returned.append(delivery)
                     continue
-            self._held[delivery.subscription, delivery.place] -= delivery.weight
+            self._outstanding[delivery.subscription, delivery.place] -= delivery.weight
         if coroutines := [each for each in ended if each.mode is Mode.CONCURRENT]:
             self._end_coroutines(coroutines)
         for shard, returned in keys.items():
@@ -690,7 +690,7 @@ class GroupScheduler:
         key.waiting = [delivery for delivery in key.waiting if delivery not in gone]
         self.waiting -= len(leaving)
         for delivery in leaving:
-            self._held[delivery.subscription, delivery.place] -= delivery.weight
+            self._outstanding[delivery.subscription, delivery.place] -= delivery.weight
         return leaving
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -764,15 +764,17 @@ class GroupScheduler:
         and what waits of it must not stop the other queues.
         """
         with self._startable:
-            self._held = +self._held  # without those that have come to nothing
-            held = {tp: count for (own, tp), count in self._held.items() if own is subscription}
-            occupied = sum(self._held.values())
+            self._outstanding = +self._outstanding  # without those that have come to nothing
+            outstanding = {
+                tp: count for (own, tp), count in self._outstanding.items() if own is subscription
+            }
+            occupied = sum(self._outstanding.values())
             if self._paused:
                 paused = (key for key in self._keys.values() if key.queue in self._paused)
                 occupied -= sum(each.weight for key in paused for each in key.waiting)
             now = self._clock.monotonic()
             self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
-            return held, occupied, set(self._paused_until)
+            return outstanding, occupied, set(self._paused_until)
 
     def room_of(self, subscription: Subscription, queues: Collection[str]) -> dict[str, int]:
         """Return how many more deliveries lanes could start soon, beside what a subscription
@@ -836,7 +838,7 @@ class GroupScheduler:
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
         with self._startable:
-            is_heavy = sum(self._held.values()) > self.outstanding
+            is_heavy = sum(self._outstanding.values()) > self.outstanding
             return {
                 (first.record.topic, first.record.key)
                 for key in self._keys.values()
