@@ -163,6 +163,7 @@ def admit(
     attempt = attempt_of(runtime, delivery, row)
     if row is not None and row.expires_at is not None:
         end_expired(attempt, now)
+    # One that has expired has spent nothing, so it is within the limit.
     if attempt.number > (limit := attempt.limit):
         attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.STALLED
         attempt.number = limit

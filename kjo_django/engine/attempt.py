@@ -214,8 +214,8 @@ class Ending(enum.Enum):
     DEAD = "dead"
     CANCELLED = "cancelled"
     """Asked to end while it ran, it did: its writes are undone, it is not retried."""
-    QUEUED = "queued for a limit"
-    """Its job's row says so; its message is settled."""
+    IN_LINE = "in line"
+    """It is queued for a limit, as its job's row says; its message is settled."""
     DEFERRED = "deferred"
     """Not now: it stays unacknowledged and comes up again here."""
 

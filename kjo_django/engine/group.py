@@ -472,12 +472,12 @@ class Pipeline:
     def _settle_in_line(self, found: Sorted[Delivery]) -> list[Delivery]:
         """Settle the messages of jobs that wait in line for a limit; returns the deferred."""
         attempts = [
-            Attempt(delivery, Ending.QUEUED, Reason.LIMITED, row, row.attempts, is_announced=True)
+            Attempt(delivery, Ending.IN_LINE, Reason.LIMITED, row, row.attempts, is_announced=True)
             for delivery, row in found.settled
         ]
         database = self._runtime.database
         with self._runtime.store.writing(calls_handlers=False):
-            self.limiter.queue(found)
+            self.limiter.enter_line(found)
             recorder.acknowledge_within(attempts)
             given_up = self._leases.settle_within(database, [each.delivery for each in attempts])
         self._leases.forget(given_up)
@@ -634,10 +634,12 @@ class Pipeline:
     def _rolled_back(
         self, delivery: Delivery, attempts: list[Attempt], error: RolledBack, repeats: int
     ) -> list[Attempt]:
-        """Return what a delivery has ended with whose own transaction was rolled back.
+        """Return what a delivery has ended with whose own transaction was rolled back, having run it
+        again where that is not to count.
 
         :param attempts: were in it.
         :raises OperationalError: the database is away.
+        :raises TransactionEndedError: it was that of a test, which is over.
         """
         guard = error.guard
         guard.refuse_in_test()
@@ -811,7 +813,7 @@ class Pipeline:
         recorded: list[Attempt],
     ) -> None:
         """Run steps that a transaction has released in it, and the steps that these release, until
-        there are no more.
+        there are no more. Once a handler has changed the session, no step joins any more.
 
         :param recorded: their completions are added to it.
         """
@@ -1005,7 +1007,7 @@ class Pipeline:
         waiting: list[Attempt] = []
         for attempt in attempts:
             if attempt.delivery.attempt is not None or attempt.pause_seconds is not None:
-                attempt = self._judged(attempt)
+                attempt = self._resolve_and_pause(attempt)
             if attempt.ending is Ending.DEFERRED:
                 waiting.append(attempt)
             elif attempt.is_recorded:
@@ -1025,7 +1027,7 @@ class Pipeline:
             deferred += self._put_off(waiting)
         return deferred
 
-    def _judged(self, attempt: Attempt) -> Attempt:
+    def _resolve_and_pause(self, attempt: Attempt) -> Attempt:
         """Return what a delivery ended with, which may have been in a transaction whose COMMIT was
         not answered; pause its partition where its error asks for that."""
         earlier = attempt.delivery.attempt

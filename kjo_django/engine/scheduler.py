@@ -230,7 +230,7 @@ class GroupScheduler:
         """Most groups that ever ran at once."""
         self.waiting = 0
         """Deliveries waiting for a lane."""
-        self._outstanding: Counter[tuple[Subscription, TopicPartition]] = Counter()
+        self._loads: Counter[tuple[Subscription, TopicPartition]] = Counter()
         """The weights of the deliveries that wait and run, by where they came from."""
         self.is_stopped = False
         """Whether ``stop`` was called."""
@@ -245,7 +245,7 @@ class GroupScheduler:
                 self.waiting += 1
                 if (size := len(delivery.record.value or b"")) > self.record_bytes:
                     delivery.weight = math.ceil(size / self.record_bytes)
-                self._outstanding[delivery.subscription, delivery.place] += delivery.weight
+                self._loads[delivery.subscription, delivery.place] += delivery.weight
                 delivery.waiting_since = now
                 key = self._keys.get(delivery.shard)
                 if key is not None:
@@ -288,7 +288,7 @@ class GroupScheduler:
             if group is None or group.has_ended:
                 return False
             for delivery in deliveries:
-                self._outstanding[delivery.subscription, delivery.place] += delivery.weight
+                self._loads[delivery.subscription, delivery.place] += delivery.weight
                 if delivery.shard in self._keys:
                     delivery.shard = object()  # a stale record of its job is there, too
                 self._keys[delivery.shard] = KeyQueue(delivery.shard, group.queue, [])
@@ -586,7 +586,7 @@ class GroupScheduler:
                 if delivery.subscription.holds(delivery.record):
                     returned.append(delivery)
                     continue
-            self._outstanding[delivery.subscription, delivery.place] -= delivery.weight
+            self._loads[delivery.subscription, delivery.place] -= delivery.weight
         if coroutines := [each for each in ended if each.mode is Mode.CONCURRENT]:
             self._end_coroutines(coroutines)
         for shard, returned in keys.items():
@@ -690,7 +690,7 @@ class GroupScheduler:
         key.waiting = [delivery for delivery in key.waiting if delivery not in gone]
         self.waiting -= len(leaving)
         for delivery in leaving:
-            self._outstanding[delivery.subscription, delivery.place] -= delivery.weight
+            self._loads[delivery.subscription, delivery.place] -= delivery.weight
         return leaving
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -764,11 +764,11 @@ class GroupScheduler:
         and what waits of it must not stop the other queues.
         """
         with self._startable:
-            self._outstanding = +self._outstanding  # without those that have come to nothing
+            self._loads = +self._loads  # without those that have come to nothing
             outstanding = {
-                tp: count for (own, tp), count in self._outstanding.items() if own is subscription
+                tp: count for (own, tp), count in self._loads.items() if own is subscription
             }
-            occupied = sum(self._outstanding.values())
+            occupied = sum(self._loads.values())
             if self._paused:
                 paused = (key for key in self._keys.values() if key.queue in self._paused)
                 occupied -= sum(each.weight for key in paused for each in key.waiting)
@@ -838,7 +838,7 @@ class GroupScheduler:
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
         with self._startable:
-            is_heavy = sum(self._outstanding.values()) > self.outstanding
+            is_heavy = sum(self._loads.values()) > self.outstanding
             return {
                 (first.record.topic, first.record.key)
                 for key in self._keys.values()

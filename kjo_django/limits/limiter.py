@@ -110,7 +110,7 @@ class Sorted(Generic[D]):
     may_run: list[D] = field(default_factory=list)
     deferred: dict[D, float] = field(default_factory=dict)
     """They come up again here, at these moments (monotonic); 0: with the others of their key."""
-    queued: list[tuple[D, Entry]] = field(default_factory=list)
+    in_line: list[tuple[D, Entry]] = field(default_factory=list)
     repeated: list[tuple[D, JobRow]] = field(default_factory=list)
     """Second messages of jobs that stand in line."""
     places: dict[UUID, Place] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Sorted(Generic[D]):
     @property
     def settled(self) -> list[tuple[D, JobRow]]:
         """The deliveries whose jobs wait in line, as their rows say: their messages are over."""
-        return [(delivery, one.row) for delivery, one in self.queued] + self.repeated
+        return [(delivery, one.row) for delivery, one in self.in_line] + self.repeated
 
 
 class Limiter:
@@ -454,7 +454,7 @@ class Limiter:
         held_back: set[object],
         found: Sorted[D],
     ) -> None:
-        """Defer a delivery that starts soon, or that cannot stand in line; hold any other."""
+        """Defer a delivery that starts soon, or that cannot stand in line; queue any other."""
         now, state = self._runtime.clock.monotonic(), limit_state_of(delivery)
         state.is_limited = True
         place = found.places.get(row.id) if row is not None else None
@@ -472,7 +472,7 @@ class Limiter:
         ):
             self._permits.give_back([delivery])
             is_first = state.was_permitted or state.asks_again
-            found.queued.append((delivery, Entry(row, wait.limit, is_first)))
+            found.in_line.append((delivery, Entry(row, wait.limit, is_first)))
         elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
         else:
@@ -606,12 +606,12 @@ class Limiter:
 
     # --- The line ---------------------------------------------------------------------------------
 
-    def queue(self, found: Sorted[Any]) -> None:
+    def enter_line(self, found: Sorted[Any]) -> None:
         """Write what has to wait into its rows, inside the caller's transaction."""
-        if found.queued:
-            queue = found.queued[0][0].queue
-            self.releaser.keep(one.row.id for _, one in found.queued)
-            lines.enter(self._runtime, [one for _, one in found.queued], queue)
+        if found.in_line:
+            queue = found.in_line[0][0].queue
+            self.releaser.keep(one.row.id for _, one in found.in_line)
+            lines.enter(self._runtime, [one for _, one in found.in_line], queue)
 
     def start(self, found: Sorted[Any]) -> None:
         """Take out of the line what starts now, and let those be released that come next."""
@@ -637,7 +637,7 @@ class Limiter:
         """Return the limits of which jobs have got in line, or left it for another one, and when
         (monotonic) the first of each may start at the earliest."""
         moments: dict[Limit, float] = {}
-        for delivery, one in found.queued:
+        for delivery, one in found.in_line:
             # Coordination said when it might start, so none of those behind it starts before.
             told = limit_state_of(delivery).permit_from
             moments[one.limit] = min(told, moments.get(one.limit, math.inf))

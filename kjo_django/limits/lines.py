@@ -248,9 +248,9 @@ def first_of_keys(
 
 
 def enter(runtime: Runtime, jobs: Sequence[Entry], queue: QueueConf) -> None:
-    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has, unless
-    it has got another key or priority since; the others come last, in this order, but for those
-    that had started.
+    """Queue jobs of one queue for their limits, inside the caller's transaction. Each keeps the
+    place it has, unless it has got another key or priority since; the others come last, in this
+    order, but for those that had started.
     """
     using = runtime.database
     known: dict[UUID, tuple[int, str]] = {}

@@ -430,7 +430,7 @@ class Relay:
                 count = self.publish_due(mine) if mine else 0
                 delay = SOON
                 if not count or self._has_backlog or self._publications.unrecorded:
-                    delay = self._delay_after(count, was_called)
+                    delay = self._record_and_delay(count, was_called)
         except Exception as error:
             return self._pause_after(error, began)
         if self._failing_since is not None:
@@ -439,7 +439,7 @@ class Relay:
         self._leases.busy_since = None
         return delay
 
-    def _delay_after(self, count: int, was_called: bool) -> float:
+    def _record_and_delay(self, count: int, was_called: bool) -> float:
         """Record what a step has left unrecorded; return the seconds until the next step.
 
         :param count: how many rows were due.

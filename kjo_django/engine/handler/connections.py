@@ -76,12 +76,12 @@ def freshen_connections(
         if connection.connection is None or connection.in_atomic_block:
             error = _end_blocks(connection, around)
         else:
-            error = _freshen_idle(connection, around, is_own=is_own, may_close=may_close)
+            error = _freshen_open(connection, around, is_own=is_own, may_close=may_close)
         left = error or left
     return left
 
 
-def _freshen_idle(
+def _freshen_open(
     connection: BaseDatabaseWrapper, around: int, *, is_own: bool, may_close: bool
 ) -> TransactionManagementError | None:
     """Do what ``freshen_connections`` does for an open connection that is in no block of

@@ -123,7 +123,8 @@ class LaneRunner:
         self, attempts: Sequence[Attempt], guard: TransactionGuard
     ) -> Iterator[Sequence[Attempt]]:
         """Yield what is called together, one call of a group after the other. What is not to run
-        after the calls before it, or may not start, ends here without one."""
+        after the calls before it, or may not start, ends here without one. Each has to be called
+        before the next is asked for."""
         until = time.monotonic() + OVERRUN * self._runtime.group_budget.seconds
         ran: dict[EventKey, Attempt] = {}
         held_back = HeldBack()

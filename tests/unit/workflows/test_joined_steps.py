@@ -70,9 +70,7 @@ def commits() -> Iterator[list[int]]:
 
 def is_idle(worker: Stepped) -> bool:
     scheduler = worker.worker.scheduler
-    return not (
-        scheduler._keys or scheduler._running or +scheduler._outstanding or scheduler.running
-    )
+    return not (scheduler._keys or scheduler._running or +scheduler._loads or scheduler.running)
 
 
 # --- Joined ---------------------------------------------------------------------------------------
