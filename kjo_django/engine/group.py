@@ -634,8 +634,8 @@ class Pipeline:
     def _rolled_back(
         self, delivery: Delivery, attempts: list[Attempt], error: RolledBack, repeats: int
     ) -> list[Attempt]:
-        """Return what a delivery has ended with whose own transaction was rolled back. It runs again
-        first where that is not to count.
+        """Return what a delivery has ended with whose own transaction was rolled back. Where that
+        is not to count, it runs again first.
 
         :param attempts: were in it.
         :raises OperationalError: the database is away.
