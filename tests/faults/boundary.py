@@ -362,5 +362,6 @@ def _short(sql: Any) -> str:
     text = re.sub(r' "s\d+_x\d+"', "", " ".join(str(sql).split()))  # names of savepoints
     verb = text.partition(" ")[0].upper()
     tables = re.findall(r'(?:FROM|INTO|UPDATE|COPY)\s+"?(\w+)"?', text)
-    ends = " + COMMIT" if text.rstrip(" ;").endswith("; COMMIT") else ""
+    # Leases are given up behind it.
+    ends = " + COMMIT" if "; COMMIT" in text else ""
     return f"{verb} {tables[0]}{ends}" if tables else text[:40]
