@@ -28,7 +28,9 @@ LIMITS: dict[str, dict[str, Any]] = {
 """The kinds of jobs with limits, and the options they are declared with."""
 LASTS = 25.0
 """Seconds for which a slot is held after its process has last renewed what it holds, at least."""
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6
+"""Seconds by which a window may seem shorter: its begin and its end are read in whole microseconds,
+of which each may have lost a part."""
 
 
 def limit_of(kind: str, name: str) -> str:
