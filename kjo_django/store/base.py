@@ -146,13 +146,6 @@ class Store:
     sends_several = False
     """Whether several statements can be sent as one."""
 
-    def execute_last(self, sql: str, values: Sequence[Any]) -> int:
-        """Execute the last statement of the caller's transaction, along with the COMMIT where the
-        database takes several, whatever is returned; return how many rows it has changed."""
-        with connections[self.alias].cursor() as cursor:
-            cursor.execute(sql, values)
-            return int(cursor.rowcount)
-
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
         """Execute a statement in the caller's transaction, by its end at the latest: in one round
         trip with another one where the database takes several. What it answers is not told.

@@ -282,16 +282,11 @@ class PostgresStore(Store):
                     yield
                 if (along.before or along.leases) and not connection.needs_rollback:
                     before, along.before = along.before, []
-                    self._execute_all(before, is_last=True)
+                    self.execute_all(before, is_last=True)
             finally:
                 connection.execute_wrappers.remove(along)
         for names, token in along.leases:  # the COMMIT could not take them along
             self.delete_leases(names, token)
-
-    def execute_last(self, sql: str, values: Sequence[Any]) -> int:
-        """Send the COMMIT along with it."""
-        (((changed,),),) = self._execute_all([(sql, values)], is_last=True)
-        return cast("int", changed)
 
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
         """Send it in front of the next query of a transaction that ``transaction`` has begun."""
@@ -328,7 +323,7 @@ class PostgresStore(Store):
             cursor.execute(sql, parameters)
             return _answer(cursor)
 
-    def _execute_all(
+    def execute_all(
         self, statements: Sequence[_Statement], *, is_last: bool = False
     ) -> list[list[Any]]:
         """Execute statements in one round trip, where several may be sent as one, and return what
@@ -464,7 +459,7 @@ class PostgresStore(Store):
         if not completions:
             return set()
         parameters = self._completion_parameters(completions, now, token)
-        (((written,),),) = self._execute_all([(_COMPLETE, parameters)], is_last=is_last)
+        (((written,),),) = self.execute_all([(_COMPLETE, parameters)], is_last=is_last)
         if written == len(completions):
             return {one.row.id for one in completions}
         return self._completed_at(now, completions)
@@ -503,7 +498,7 @@ class PostgresStore(Store):
         if not changes:
             return super().count_steps(changes, completing)
         statements = self._completing(completing)
-        found = self._execute_all([*statements, (_COUNT_STEPS, _count_parameters(changes))])
+        found = self.execute_all([*statements, (_COUNT_STEPS, _count_parameters(changes))])
         if statements:
             refuse_uncompleted(found[0][0][0], completing)
         return [(row[0], StepCounts(*row[1:])) for row in found[-1]]
@@ -528,7 +523,7 @@ class PostgresStore(Store):
         statements.append((_LOCK_WORKFLOWS, [array_text(ids)]))
         if stages:
             statements.append((_STAGES, _stage_parameters(stages)))
-        found = self._execute_all(statements)
+        found = self.execute_all(statements)
         if completing is not None:
             refuse_uncompleted(found[0][0][0], completing)
         rows = _stage_rows(found.pop()) if stages else []
@@ -554,7 +549,7 @@ class PostgresStore(Store):
         for workflow in advance.workflows:
             values = [getattr(workflow, name) for name in WORKFLOW_COLUMNS]
             statements.append((_UPDATE_WORKFLOW, [*values, workflow.pk]))
-        found = self._execute_all(statements, is_last=is_last) if statements else []
+        found = self.execute_all(statements, is_last=is_last) if statements else []
         if advance.lease is None:
             return []
         return self._with_headers(DueJob._make(row) for row in found[before_leased])
@@ -582,7 +577,7 @@ class PostgresStore(Store):
             places = _places(len(self._columns), len(jobs))
             statements.append((self._insert[False][0] + places, values))
         if statements:
-            self._execute_all(statements, is_last=is_last)
+            self.execute_all(statements, is_last=is_last)
 
     def _values_of(self, job: Job) -> list[Any]:
         connection = connections[self.alias]
@@ -708,7 +703,7 @@ class PostgresStore(Store):
         now, array = CLOCK.now(), list(names)
         with self.transaction(durable=True, waits_for_disk=False):
             claim = _CLAIM_LEASES, [token, now + ttl, array, now, now]
-            (taken,) = self._execute_all([claim], is_last=True)
+            (taken,) = self.execute_all([claim], is_last=True)
         claims = {name: (True, deliveries) for name, deliveries in taken}
         if others := [name for name in names if name not in claims]:
             found = Lease.objects.using(self.alias).filter(name__in=others)

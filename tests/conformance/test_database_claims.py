@@ -6,6 +6,8 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -26,7 +28,7 @@ from kjo_django.transports.database.subscription import (
 )
 from kjo_django.transports.database.transport import forget_groups
 from tests.clocks import SetClock
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(
@@ -89,6 +91,34 @@ def _wait_for_no_lock(alias: str) -> None:
     name, value = ("innodb_lock_wait_timeout", "1") if is_mysql else ("lock_timeout", "'1s'")
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SET SESSION {name} = {value}")
+
+
+@contextmanager
+def _uncommitted(alias: str, act: Callable[[], None], until: Callable[[], bool]) -> Iterator[None]:
+    """Do something in another session, which commits when ``until`` is true."""
+    has_acted = threading.Event()
+
+    def act_and_wait() -> None:
+        try:
+            with transaction.atomic(using=alias):
+                act()
+                has_acted.set()
+                wait_until(until, "The block did not come to what it was to meet")
+        finally:
+            connections[alias].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(act_and_wait)
+        assert has_acted.wait(PATIENCE)
+        yield
+        other.result(PATIENCE)
+
+
+def _waits_for_a_lock(alias: str) -> bool:
+    """Return whether a session of PostgreSQL waits for a lock that another one has."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
+        return bool(cursor.fetchone()[0])
 
 
 def texts(records: list[Record]) -> list[str]:
@@ -463,16 +493,24 @@ def test_rows_renewed_during_a_claim_are_left_alone(
     publish(transport, "a2")
     clock.advance(0.2)
     rows = TransportMessage.objects.using(alias)
-    choose = DatabaseSubscription._choose
 
-    def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
-        rows_chosen = choose(self, *arguments)
+    def renew() -> None:
         rows.filter(value=b"a1").update(lease_expires_at=clock.now() + timedelta(minutes=1))
-        return rows_chosen
 
-    with monkeypatch.context() as patched:
-        patched.setattr(DatabaseSubscription, "_choose", renewed_meanwhile)
-        assert second.poll(10, 0) == []
+    if connections[alias].vendor == "postgresql":
+        with _uncommitted(alias, renew, until=lambda: _waits_for_a_lock(alias)):
+            assert second.poll(10, 0) == []
+    else:
+        choose = DatabaseSubscription._choose
+
+        def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
+            rows_chosen = choose(self, *arguments)
+            renew()
+            return rows_chosen
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DatabaseSubscription, "_choose", renewed_meanwhile)
+            assert second.poll(10, 0) == []
     assert list(rows.values_list("lease_token", flat=True).order_by("id"))[1] == ""
 
 
@@ -623,7 +661,7 @@ def test_an_idle_poll_only_reads(
     statements = [query["sql"] for query in captured.captured_queries]
     assert statements
     assert len(statements) < 40
-    assert [s for s in statements if not s.startswith("SELECT") or "FOR UPDATE" in s] == []
+    assert [s for s in statements if s.split()[0] not in ("SELECT", "WITH") or "UPDATE" in s] == []
 
 
 def test_a_publishers_call_is_followed_by_a_claim_and_by_no_further_look(

@@ -200,7 +200,7 @@ def test_leases_go_behind_the_commit_in_the_same_round_trip(sent):
     with store.transaction():
         asked("SELECT 1")
         store.delete_leases(["a", "b"], "me")
-        store.execute_last(ADD, ["a"])
+        store.execute_all([(ADD, ["a"])], is_last=True)
     assert sent[-1] == f"{ADD}; COMMIT; {postgres._DELETE_FREE_LEASES}"
     assert not Lease.objects.exists()
     # Also where the commit comes by itself
@@ -226,7 +226,7 @@ def test_leases_that_somebody_has_locked_are_deleted_when_the_commit_is_over():
                 asked("SELECT 1")
                 transaction.on_commit(lambda: told.append("committed"))
                 store.delete_leases(["a", "b"], "me")
-                store.execute_last(ADD, ["a"])
+                store.execute_all([(ADD, ["a"])], is_last=True)
         finally:
             connection.close()
 
@@ -267,7 +267,7 @@ def test_where_the_server_binds_parameters_each_statement_is_sent_alone(monkeypa
             asked("SELECT 1")
             store.execute_with_next(ADD, ["a"])
             store.delete_leases(["a", "b"], "me")
-            assert store.execute_last(ADD, ["b"]) == 1
+            assert store.execute_all([(ADD, ["b"])], is_last=True) == [[(1,)]]
         rows, line = store.job_rows_and_line([str(job.job_id)], ["a limit"])
     finally:
         connection.close()
@@ -309,7 +309,7 @@ def test_what_fails_behind_a_commit_takes_nothing_from_it(monkeypatch):
     with pytest.raises(ProgrammingError), store.transaction():
         asked("SELECT 1")
         store.delete_leases(["a"], "me")
-        store.execute_last(ADD, ["a"])
+        store.execute_all([(ADD, ["a"])], is_last=True)
     # Then
     assert entries() == ["a"]
     assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)

@@ -28,7 +28,7 @@ from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
 from kjo_django.store import store_for
-from kjo_django.store.postgres import array_text
+from kjo_django.store.postgres import PostgresStore, array_text
 from kjo_django.store.servers import leave_retired, mend_connection
 from kjo_django.transports.base import (
     AssignedCallback,
@@ -37,6 +37,7 @@ from kjo_django.transports.base import (
     TopicKey,
     TopicPartition,
 )
+from kjo_django.transports.database import claims
 from kjo_django.transports.database.plans import ClaimOrder, LookPlan
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
@@ -107,6 +108,11 @@ class DatabaseSubscription(LeasedSubscription):
         self.joins_transactions = joins_transactions
         self._lease = lease
         self._token = uuid.uuid4().hex
+        store = store_for(alias)
+        self._statements: claims.ClaimStatements | None = None
+        """For databases on which a claim is one round trip."""
+        if isinstance(store, PostgresStore):
+            self._statements = claims.ClaimStatements(store, group, self._token)
         self._on_registered = on_registered
         locks_rows = connections[alias].features.has_select_for_update
         self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
@@ -199,19 +205,25 @@ class DatabaseSubscription(LeasedSubscription):
         if self._is_closed or self._plan.is_put_off or self._clock.monotonic() < self._urgent_at:
             return []
         self._urgent_at = self._clock.monotonic() + URGENT_INTERVAL
-        now = self._clock.now()
         try:
-            below = {
-                topic: -priority
-                for topic, priority in above.items()
-                if self._due_rows(topic, now).filter(rank__lt=-priority).exists()
-            }
+            below = self._urgent_topics({topic: -priority for topic, priority in above.items()})
             return self._new(self._claim(max_records, max_bytes, below)) if below else []
         except OUTAGES as error:
             self._note_outage(error)
         except Collision:
             self._urgent_at = 0.0
         return []
+
+    def _urgent_topics(self, below: Mapping[str, int]) -> dict[str, int]:
+        """Return those of the topics of which a row of a lower rank than this may be claimed."""
+        now = self._clock.now()
+        if self._statements is None:
+            rows = {topic: self._due_rows(topic, now) for topic in below}
+            due = [topic for topic in below if rows[topic].filter(rank__lt=below[topic]).exists()]
+        else:
+            asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
+            due = self._statements.due_topics(asked, self._skipped, now) if asked else []
+        return {topic: below[topic] for topic in due}
 
     def _note_outage(self, error: Exception) -> None:
         is_locked = any(text in str(error) for text in _LOCKED)
@@ -247,21 +259,115 @@ class DatabaseSubscription(LeasedSubscription):
         # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
         # for the server's disk.
         with store_for(self._alias).transaction(waits_for_disk=False):
-            topics = self._lock_topics(due)
-            # Not before the locks: waiting for them takes time.
-            now = self._clock.now()
-            small = max_bytes // limit
-            rows = self._choose(topics, limit, max_bytes, now, below)
-            is_large = [row.id for row in rows if (row.size or 0) > small]
-            large = self._values_of(is_large) if is_large else {}
-            self._take(rows, now)
+            if (statements := self._statements) is not None:
+                topics, records, is_full = self._claim_at_once(
+                    statements, due, limit, max_bytes, below
+                )
+            else:
+                topics, records, is_full = self._claim_step_by_step(due, limit, max_bytes, below)
         has_others = len(topics) < len(due)
         if below is not None:
-            self._plan.note_urgent_claim(has_rows=bool(rows), has_others=has_others)
+            self._plan.note_urgent_claim(has_rows=bool(records), has_others=has_others)
         else:
-            is_full = self._is_full(rows, limit, max_bytes)
-            self._plan.note_claim(has_rows=bool(rows), is_full=is_full, has_others=has_others)
-        return [self._record_of(row, large) for row in rows]
+            self._plan.note_claim(has_rows=bool(records), is_full=is_full, has_others=has_others)
+        return records
+
+    def _claim_at_once(
+        self,
+        statements: claims.ClaimStatements,
+        due: list[str],
+        limit: int,
+        max_bytes: int,
+        below: Mapping[str, int] | None,
+    ) -> tuple[Sequence[str], list[Record], bool]:
+        """Claim and commit in one round trip; see ``_claim_step_by_step``.
+
+        :raises Collision: also where the answer took so long that the leases may be over soon.
+        """
+        asked = self._asked(due, limit, below)
+        began, now = self._clock.monotonic(), self._clock.now()
+        claimed = statements.claim(
+            asked, self._skipped, now, now + self._lease, limit=limit, max_bytes=max_bytes
+        )
+        if claimed.is_refused:
+            raise Collision
+        if self._clock.monotonic() - began > self._lease.total_seconds() / 2:
+            # A pooler, or a lock on the whole table, was waited for. They are given back.
+            self._may_have_strays = True
+            raise Collision
+        size = sum(len(row.value or b"") for row in claimed.rows)
+        is_cut = len(claimed.rows) >= limit or size >= max_bytes
+        left = claimed.left()
+        if below is None:
+            self._note_order(claimed, left, is_cut=is_cut)
+        records = [self._leased(row) for row in claimed.rows]
+        return claimed.topics, records, is_cut or any(left.values())
+
+    def _asked(
+        self, due: Sequence[str], limit: int, below: Mapping[str, int] | None
+    ) -> list[claims.Asked]:
+        """Return what a claim asks for, in its order. Of a backlog one of a few begins with a lower
+        priority."""
+        asked: list[claims.Asked] = []
+        for topic in self._order.next(due):
+            if below is not None:
+                asked.append(claims.Asked(topic, limit, below=below[topic]))
+                continue
+            most = min(limit, self._most.get(topic, limit))
+            if (rank := self._order.rank_before(topic)) is None:
+                asked.append(claims.Asked(topic, most))
+            else:
+                asked.append(claims.Asked(topic, most, above=rank))
+                asked.append(claims.Asked(topic, most, below=rank + 1))
+        return asked
+
+    def _note_order(
+        self, claimed: claims.Claimed, left: Mapping[str, bool], *, is_cut: bool
+    ) -> None:
+        """Note of each topic whether it has a backlog, and whether a lower priority was found.
+
+        :param left: of topics that have rows in the claim, whether they have more.
+        :param is_cut: whether it ended by a limit: of topics without a row nothing is known then.
+        """
+        ranks: dict[str, list[int]] = {topic: [] for topic in claimed.topics}
+        for row in claimed.rows:
+            ranks[row.topic].append(row.rank)
+        for topic, found in ranks.items():
+            if is_cut and not found:
+                continue
+            first = self._order.rank_before(topic)
+            has_lower = first is not None and any(rank > first for rank in found)
+            backlog = found[-1] if left.get(topic) else None
+            self._order.note(topic, backlog, is_fair=first is not None, has_lower=has_lower)
+
+    def _leased(self, row: claims.Row) -> Record:
+        return Record(
+            topic=row.topic,
+            partition=0,
+            offset=row.id,
+            key=row.key,
+            value=row.value,
+            headers=from_json(row.headers),
+            timestamp=row.published_at,
+            token=(self._token, row.id),
+            priority=-row.rank,
+        )
+
+    def _claim_step_by_step(
+        self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None
+    ) -> tuple[Sequence[str], list[Record], bool]:
+        """Claim within the caller's transaction; return the topics that nobody else was claiming,
+        the records, and whether there may be more."""
+        topics = self._lock_topics(due)
+        # Not before the locks: waiting for them takes time.
+        now = self._clock.now()
+        small = max_bytes // limit
+        rows = self._choose(topics, limit, max_bytes, now, below)
+        is_large = [row.id for row in rows if (row.size or 0) > small]
+        large = self._values_of(is_large) if is_large else {}
+        self._take(rows, now)
+        is_full = self._is_full(rows, limit, max_bytes)
+        return topics, [self._record_of(row, large) for row in rows], is_full
 
     def _take(self, rows: Sequence[_Row], now: datetime) -> None:
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
@@ -269,13 +375,8 @@ class DatabaseSubscription(LeasedSubscription):
         key."""
         adapt = connections[self._alias].ops.adapt_datetimefield_value
         until, since = adapt(now + self._lease), adapt(now)
-        ids, store = [row.id for row in rows], store_for(self._alias)
-        if store.sends_several:
-            values = [array_text(ids), since, self._token, until, len(ids)]
-            taken = store.execute_last(_TAKE_ALL, values)
-        else:
-            taken = _change(self._alias, _TAKE, [self._token, until, since], ids)
-        if taken != len(ids):
+        ids = [row.id for row in rows]
+        if _change(self._alias, _TAKE, [self._token, until, since], ids) != len(ids):
             raise Collision
 
     def _is_full(self, rows: Sequence[_Row], limit: int, max_bytes: int) -> bool:
@@ -320,15 +421,23 @@ class DatabaseSubscription(LeasedSubscription):
         if self._plan.has_all:
             return []
         started = self._clock.monotonic()
+        due = self._topics_with_rows(topics)
+        self._plan.note_look(self._clock.monotonic() - started)
+        return due
+
+    def _topics_with_rows(self, topics: Sequence[str]) -> list[str]:
+        """Return those of the topics of which a row may be claimed, in their order."""
         now = self._clock.now()
+        if self._statements is not None:
+            asked = [claims.Asked(topic, 1) for topic in topics]
+            due = self._statements.due_topics(asked, self._skipped, now)
+            return [topic for topic in topics if topic in due]
         waiting = group_rows(self._alias, self._group).filter(
             _unleased(now), topic__in=topics, available_at__lte=now
         )
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
         is_waiting = len(topics) == 1 or waiting.exists()
-        due = [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
-        self._plan.note_look(self._clock.monotonic() - started)
-        return due
+        return [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
 
     def _lock_topics(self, topics: list[str]) -> list[str]:
         """Become the only claimer of these topics in this group until the transaction ends.
@@ -669,16 +778,6 @@ _DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s
 WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
-"""
-# Which rows are free is known once all of them are locked. So it may be committed unread.
-_TAKE_ALL = """
-WITH free AS MATERIALIZED (
-    SELECT id FROM kjo_transport_message
-    WHERE id = ANY(%s::bigint[]) AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
-    ORDER BY id FOR NO KEY UPDATE
-)
-UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
-WHERE id IN (SELECT id FROM free) AND (SELECT count(*) FROM free) = %s
 """
 _RENEW = "{update} SET lease_expires_at = %s WHERE lease_token = %s"
 _FREE = "{update} SET lease_token = '', lease_expires_at = NULL WHERE lease_token = %s"

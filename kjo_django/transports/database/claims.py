@@ -1,0 +1,254 @@
+"""Claims on PostgreSQL: a look is one statement, and a claim one round trip.
+
+A claim sends its BEGIN, two statements and its COMMIT as one text. The first locks the topics that
+nobody else is claiming just then. The second, which sees the leases of every claim before, chooses
+the rows and leases them. What it chooses is what the queries of ``DatabaseSubscription`` choose for
+the other databases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from kjo_django.store.postgres import PostgresStore, array_text, text_array
+
+FIRST_RANK, LAST_RANK = -32_769, 32_768
+"""Below and above every rank."""
+LEAST_READ = 50
+"""Rows that are read of a topic at most, where twice an even share is less."""
+
+
+class Asked(NamedTuple):
+    """What is claimed of one topic; a topic may be asked for twice, for ranks that follow one
+    another.
+
+    :ivar most: most rows of the topic, in all.
+    :ivar above: only of higher ranks than this.
+    :ivar below: only of lower ranks than this.
+    """
+
+    topic: str
+    most: int
+    above: int = FIRST_RANK
+    below: int = LAST_RANK
+
+
+class Row(NamedTuple):
+    """A row that was leased.
+
+    :ivar read_count: how many rows of its topic were read, of which this claim may have left some.
+    """
+
+    id: int
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: Mapping[str, str]
+    published_at: datetime
+    rank: int
+    read_count: int
+
+
+@dataclass(slots=True)
+class Claimed:
+    """What a claim has come to."""
+
+    topics: Sequence[str]
+    """The topics that nobody else was claiming."""
+    most_read: int
+    """How many rows of a topic were read at most."""
+    rows: list[Row] = field(default_factory=list)
+    is_refused: bool = False
+    """Whether a row was renewed or settled by its late owner before it could be leased: none is."""
+
+    def left(self) -> dict[str, bool]:
+        """Return of each topic that has rows here whether it had more."""
+        counts = Counter(row.topic for row in self.rows)
+        return {
+            row.topic: row.read_count >= min(self.most_read, counts[row.topic] + 1)
+            for row in self.rows
+        }
+
+
+class ClaimStatements:
+    """The looks and claims of one consumer.
+
+    :param token: of its leases.
+    """
+
+    def __init__(self, store: PostgresStore, group: str, token: str) -> None:
+        self._store = store
+        self._group = group
+        self._token = token
+
+    def due_topics(
+        self, asked: Sequence[Asked], skipped: Mapping[str, set[int]], now: datetime
+    ) -> list[str]:
+        """Return the topics that have a row which may be claimed, without taking a lock.
+
+        :param skipped: the hashes of keys of which nothing is claimed, by topic.
+        """
+        values = [*self._passed(skipped, now), *_arrays(asked)[:-1], *self._due(now)]
+        (found,) = self._store.execute_all([(_LOOK, values)])
+        return [topic for (topic,) in found]
+
+    def claim(
+        self,
+        asked: Sequence[Asked],
+        skipped: Mapping[str, set[int]],
+        now: datetime,
+        until: datetime,
+        *,
+        limit: int,
+        max_bytes: int,
+    ) -> Claimed:
+        """Lease the first due rows of topics, all that are chosen or none, and commit.
+
+        Each topic gets evenly many rows as long as it has any; where there are more topics than
+        rows, the first ones get them. The last row is the one with which their values reach
+        ``max_bytes``.
+
+        :param asked: in the order in which the topics get their rows.
+        :param skipped: see ``due_topics``.
+        :param until: when the leases expire.
+        """
+        topics = list(dict.fromkeys(one.topic for one in asked))
+        most_read = min(limit, max(LEAST_READ, math.ceil(2 * limit / len(topics))))
+        # Where the first topics have enough rows, those behind them are not looked at.
+        most_in_all = limit + 1 if limit <= len(topics) else 2 * most_read * len(topics)
+        choosing = [
+            *self._passed(skipped, now),
+            *_arrays(asked),
+            *self._due(now),
+            most_read,
+            most_in_all,
+            limit,
+            max_bytes,
+            now,
+            self._token,
+            until,
+        ]
+        ((_, names, *_),), rows = self._store.execute_all(
+            [(_LOCK, [text_array(topics), self._group]), (_CLAIM, choosing)], is_last=True
+        )
+        if rows[0][0] and rows[0][1] is None:
+            return Claimed(names or [], most_read, is_refused=True)
+        found = [_row_of(*row) for _, *row in rows if row[0] is not None]
+        return Claimed(names or [], most_read, found)
+
+    def _passed(self, skipped: Mapping[str, set[int]], now: datetime) -> list[Any]:
+        """Return the parameters of ``_PASSED``."""
+        hashes = [(topic, hash) for topic, some in skipped.items() for hash in some]
+        skips = text_array([topic for topic, _ in hashes]), array_text(hash for _, hash in hashes)
+        return [self._group, self._token, now, *skips]
+
+    def _due(self, now: datetime) -> list[Any]:
+        """Return the parameters of ``_DUE``."""
+        return [self._group, now, now, self._token]
+
+
+def _row_of(
+    id: int,
+    topic: str,
+    key: bytes | None,
+    value: bytes | None,
+    headers: Any,
+    published_at: datetime,
+    rank: int,
+    read_count: int,
+) -> Row:
+    told = json.loads(headers) if isinstance(headers, str) else headers
+    return Row(id, topic, key, value, told, published_at, rank, read_count)
+
+
+def _arrays(asked: Sequence[Asked]) -> list[Any]:
+    topics, most, above, below = zip(*asked, strict=True)
+    return [text_array(topics), array_text(above), array_text(below), array_text(most)]
+
+
+_PASSED = """
+passed AS MATERIALIZED (
+    SELECT topic, key_hash FROM kjo_transport_message
+    WHERE lease_token <> '' AND consumer_group || '' = %s AND lease_token <> %s
+        AND lease_expires_at > %s AND key_hash IS NOT NULL
+    UNION ALL
+    SELECT topic, key_hash FROM unnest(%s::text[], %s::bigint[]) AS skipped (topic, key_hash)
+)"""
+"""Keys in flight at another consumer, and those that are to be left alone. The condition of the
+partial index is spelled as there; the group is hidden in an expression, or without statistics the
+whole backlog is read by its index."""
+
+_DUE = """
+topic = asked.topic AND consumer_group = %s AND rank > asked.above AND rank < asked.below
+    AND available_at <= %s AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
+    AND lease_token <> %s
+    AND (key_hash IS NULL OR (topic, key_hash) NOT IN (SELECT topic, key_hash FROM passed))"""
+"""Rows of a topic that may be claimed. The keys to pass by are a subquery without correlation,
+which PostgreSQL hashes once."""
+
+_LOOK = f"""
+WITH {_PASSED}
+SELECT DISTINCT asked.topic
+FROM unnest(%s::text[], %s::int[], %s::int[]) AS asked (topic, above, below)
+CROSS JOIN LATERAL (SELECT 1 FROM kjo_transport_message WHERE {_DUE} LIMIT 1) AS due"""  # noqa: S608
+
+_LOCK = """
+SELECT set_config('kjo.claimed_topics', coalesce(array_agg(topic), '{}')::text, true),
+    array_agg(topic), set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)
+FROM (
+    SELECT topic::text FROM kjo_transport_subscription
+    WHERE topic = ANY(%s::text[]) AND consumer_group = %s
+    ORDER BY id FOR UPDATE SKIP LOCKED
+) AS locked"""
+"""Becomes the only claimer of topics until the transaction ends. The next statement is told which,
+since only a statement that begins afterwards sees the leases of the claim before. That one always
+finds its rows by an index, also where there are no statistics yet. The settings end with the
+transaction."""
+
+_CLAIM = f"""
+WITH {_PASSED}, asked AS MATERIALIZED (
+    SELECT * FROM unnest(%s::text[], %s::int[], %s::int[], %s::bigint[])
+        WITH ORDINALITY AS asked (topic, above, below, most, position)
+    WHERE topic = ANY(current_setting('kjo.claimed_topics')::text[])
+), due AS (
+    SELECT first.*, asked.topic, asked.most, asked.position
+    FROM asked CROSS JOIN LATERAL (
+        SELECT id, rank, coalesce(length(value), 0) AS size FROM kjo_transport_message
+        WHERE {_DUE}
+        ORDER BY rank, id LIMIT %s
+    ) AS first
+    LIMIT %s
+), numbered AS (
+    SELECT *, count(*) OVER (PARTITION BY topic) AS read_count,
+        row_number() OVER (PARTITION BY topic ORDER BY position, rank, id) AS turn
+    FROM due
+), summed AS (
+    SELECT id, read_count, row_number() OVER in_turn AS number,
+        sum(size) OVER in_turn - size AS bytes_before
+    FROM numbered WHERE turn <= most
+    WINDOW in_turn AS (ORDER BY turn, position ROWS UNBOUNDED PRECEDING)
+), chosen AS MATERIALIZED (
+    SELECT id, number, read_count FROM summed WHERE number <= %s AND bytes_before < %s
+), free AS MATERIALIZED (
+    SELECT id FROM kjo_transport_message
+    WHERE id = ANY(ARRAY(SELECT id FROM chosen))
+        AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
+    ORDER BY id FOR NO KEY UPDATE
+), taken AS (
+    UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
+    WHERE id = ANY(ARRAY(SELECT id FROM free))
+        AND (SELECT count(*) FROM free) = (SELECT count(*) FROM chosen)
+    RETURNING id, topic, key, value, headers, published_at, rank
+)
+SELECT (SELECT count(*) FROM chosen), taken.*, chosen.read_count
+FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id)) ON true
+ORDER BY chosen.number"""  # noqa: S608
+"""Leases the first due rows of the topics that ``_LOCK`` has locked. ``turn`` is the number of a
+row within its topic: the first rows of all topics come before the second ones. A topic that is
+asked for twice has its ranks in the order of ``position``."""

@@ -1,0 +1,246 @@
+"""On PostgreSQL a claim is one round trip, and takes what the queries for other databases take."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import closing
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from kjo_django.models import TransportMessage
+from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.database.subscription import key_hash
+from kjo_django.values import ANY_SIZE
+from tests.clocks import SetClock
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture
+def alias(postgres_alias: str) -> str:
+    return postgres_alias
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_claim_at_once_takes_what_one_step_by_step_takes(alias: str, seed: int) -> None:
+    """The queries that other databases get are the meaning of the one statement."""
+    draw = random.Random(seed)
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    topics = ["t", "u", "v", "w"][: draw.randint(1, 4)]
+    # Given rows of every kind: of priorities, keys, sizes, delayed, in flight here and elsewhere
+    with (
+        closing(transport.subscribe(topics, "g")) as me,
+        closing(transport.subscribe(topics, "g")) as other,
+    ):
+        now = timezone.now()
+        TransportMessage.objects.using(alias).bulk_create(
+            _any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
+            for _ in range(draw.choice((20, 200)))
+        )
+        me.limit({topic: draw.randint(1, 9) for topic in topics if draw.random() < 0.3})
+        me.skip_keys([(topic, b"k1") for topic in topics if draw.random() < 0.3])
+        is_fair = draw.random() < 0.5
+        if is_fair:  # it begins with a lower priority
+            for topic in topics:
+                me._order._fair[topic] = 0, draw.randint(-1, 1)
+        limit = draw.choice((1, 7, 40))
+        below = {topics[0]: draw.randint(0, 2)} if draw.random() < 0.2 else None
+        # When
+        before = list(TransportMessage.objects.using(alias).order_by("id"))
+        order = copy.deepcopy(me._order)
+        available = {
+            topic: me._due_rows(topic, now).filter(rank__lt=(below or {}).get(topic, 99)).count()
+            for topic in topics
+        }
+        if below is None:
+            available |= {topic: min(most, available[topic]) for topic, most in me._most.items()}
+        at_once = me._claim(limit, ANY_SIZE, below)
+        statements, me._statements, me._order = me._statements, None, order
+        assert statements is not None
+        TransportMessage.objects.using(alias).bulk_update(
+            before, ["lease_token", "lease_expires_at"]
+        )
+        step_by_step = me._claim(limit, ANY_SIZE, below)
+        # Then the first rows of each topic, in their order
+        missing = len(at_once) - len(step_by_step)
+        assert missing == 0 or (is_fair and missing > 0), "steps leave room there"
+        one, two = _by_topic(at_once), _by_topic(step_by_step)
+        for topic in topics:
+            fewer, more = sorted((one[topic], two[topic]), key=len)
+            assert more[: len(fewer)] == fewer
+        # And evenly many of each at once, as long as it has any
+        for topic in below or topics:
+            had_more = len(one[topic]) < available[topic]
+            assert not had_more or len(one[topic]) >= max(map(len, one.values())) - 1
+
+
+def _any_row(draw: random.Random, topic: str, now: datetime, **tokens: str) -> TransportMessage:
+    key = draw.choice((None, b"k1", b"k2", b"%d" % draw.randint(0, 99)))
+    whose = draw.choice(("", "", "", "", *tokens.values()))
+    ends = now + timedelta(seconds=draw.choice((-60, 60)))
+    return TransportMessage(
+        topic=topic,
+        consumer_group="g",
+        key=key,
+        key_hash=None if key is None else key_hash(key),
+        value=draw.choice((None, b"", b"x" * draw.randint(1, 3000))),
+        rank=draw.randint(-2, 2),
+        available_at=now + timedelta(seconds=draw.choice((-9, -1, 60))),
+        lease_token=whose,
+        lease_expires_at=ends if whose else None,
+    )
+
+
+def _by_topic(records: Iterable[Record]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = defaultdict(list)
+    for record in records:
+        found[record.topic].append((record.offset, record.value, record.key, record.priority))
+    return found
+
+
+def test_a_claim_at_once_ends_with_the_row_that_reaches_its_bytes(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        for topic in ("t", "u"):
+            transport.publish([OutgoingRecord(topic, b"x" * 100) for _ in range(10)])
+        for max_bytes, count in ((1, 1), (100, 1), (101, 2), (500, 5), (ANY_SIZE, 11)):
+            assert len(subscription._claim(40, max_bytes)) == count
+
+
+def test_a_claim_is_one_round_trip_and_so_is_a_look(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = SetClock()
+    topics = ["t", "u", "v"]
+    with closing(transport.subscribe(topics, "g")) as subscription:
+        subscription.poll(10, 0)
+        for topic in topics:
+            transport.publish([OutgoingRecord(topic, b"1"), OutgoingRecord(topic, b"x" * 90_000)])
+        for expected in (6, 0, 0):  # a look that finds some is followed by a claim
+            with CaptureQueriesContext(connections[alias]) as captured:
+                assert len(subscription.poll(10, 0)) == expected
+            told = [query["sql"] for query in captured.captured_queries]
+            statements = [sql for sql in told if sql not in ("BEGIN", "COMMIT")]  # Django's notes
+            assert len(statements) == (2 if expected else 1), told
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "step-by-step"])
+@pytest.mark.parametrize(
+    ("topics", "limit", "max_bytes", "most"),
+    [
+        ("t", 1, ANY_SIZE, None),
+        ("t", 8, ANY_SIZE, None),
+        ("t u", 1, ANY_SIZE, None),
+        ("t u", 8, ANY_SIZE, None),
+        ("t u v w x y z", 4, ANY_SIZE, None),
+        ("t", 100, ANY_SIZE, 5),
+        ("t u", 100, 300, None),
+    ],
+    ids=str,
+)
+def test_a_lower_priority_gets_its_share_of_a_backlog_however_a_claim_is_cut(
+    alias: str, topics: str, limit: int, max_bytes: int, most: int | None, at_once: bool
+) -> None:
+    # Given topics of each of which much is urgent, and some is not
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    names = topics.split()
+    with closing(transport.subscribe(names, "g")) as subscription:
+        for topic in names:
+            for priority, count in ((0, 300), (-5, 30)):
+                value = OutgoingRecord(topic, b"x" * 100, priority=priority)
+                transport.publish([value] * count)
+        if most is not None:
+            subscription.limit(dict.fromkeys(names, most))
+        if not at_once:
+            subscription._statements = None
+        # When the first 8 claims of each topic
+        claimed: Counter[tuple[str, int]] = Counter()
+        for _ in range(8 * len(names)):
+            records = subscription._claim(limit, max_bytes)
+            claimed.update((record.topic, record.priority) for record in records)
+            TransportMessage.objects.using(alias).filter(
+                id__in=[record.offset for record in records]
+            ).delete()
+    # Then each topic has had rows of both
+    assert {topic for topic, priority in claimed if priority == -5} == {*names}
+    assert {topic for topic, priority in claimed if priority == 0} == {*names}
+
+
+def test_a_topic_with_one_row_has_no_backlog_beside_another_one(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        transport.publish([OutgoingRecord("t", b"1")] * 50 + [OutgoingRecord("u", b"1")])
+        assert len(subscription._claim(10, ANY_SIZE)) == 10
+        assert [*subscription._order._fair] == ["t"]
+
+
+def test_a_topic_that_a_claim_of_few_has_cut_has_a_backlog(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        for _ in range(2):  # each begins with another topic
+            TransportMessage.objects.using(alias).all().delete()
+            transport.publish([OutgoingRecord("t", b"1")] + [OutgoingRecord("u", b"1")] * 50)
+            assert len(subscription._claim(2, ANY_SIZE)) == 2
+            assert "u" in subscription._order._fair
+
+
+def test_leases_that_took_long_to_get_are_given_back(
+    alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a pooler that has no connection, or a lock on the whole table, they may be over."""
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    clock = transport.clock = SetClock()
+    with closing(transport.subscribe(["t"], "g", lease=timedelta(seconds=10))) as subscription:
+        transport.publish([OutgoingRecord("t", b"1", b"a"), OutgoingRecord("t", b"2", b"a")])
+        statements = subscription._statements
+        assert statements is not None
+        claim = statements.claim
+
+        def claim_late(*arguments: Any, **options: Any) -> Any:
+            claimed = claim(*arguments, **options)
+            clock.advance(6)
+            return claimed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(statements, "claim", claim_late)
+            assert subscription.poll(1, 0) == []
+        assert [record.value for record in subscription.poll(2, 0)] == [b"1", b"2"]
+
+
+def test_a_claim_leaves_no_setting_behind(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    with closing(transport.subscribe(["t"], "g")) as subscription:
+        transport.publish([OutgoingRecord("t", b"1")])
+        assert len(subscription.poll(1, 0)) == 1
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                "SELECT current_setting('enable_seqscan'), current_setting('kjo.claimed_topics')"
+            )
+            assert cursor.fetchone() == ("on", "")
+
+
+def test_where_the_server_binds_parameters_claims_are_the_same(
+    alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**connections[alias].settings_dict["OPTIONS"], "server_side_binding": True}
+    monkeypatch.setitem(connections[alias].settings_dict, "OPTIONS", options)
+    connections[alias].close()
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    try:
+        with closing(transport.subscribe(["t", 'q"\\,{'], "g")) as subscription:
+            subscription.skip_keys([("t", b"skipped")])
+            for topic in ("t", 'q"\\,{'):
+                transport.publish([OutgoingRecord(topic, b"1", b"a"), OutgoingRecord(topic, None)])
+            transport.publish([OutgoingRecord("t", b"1", b"skipped")])
+            assert len(subscription._claim(2**40, 2**70)) == 4
+            assert subscription._claim(10, 10) == []
+    finally:
+        connections[alias].close()
