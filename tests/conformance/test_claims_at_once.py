@@ -16,6 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from kjo_django.models import TransportMessage
+from kjo_django.store.session_changes import changed, notice
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.database.subscription import key_hash
@@ -216,10 +217,13 @@ def test_leases_that_took_long_to_get_are_given_back(
 
 
 def test_a_claim_leaves_no_setting_behind(alias: str) -> None:
+    """Nor is its session taken for one that a handler has changed, and closed for that."""
     transport = DatabaseTransport("test", {"DATABASE": alias})
     with closing(transport.subscribe(["t"], "g")) as subscription:
         transport.publish([OutgoingRecord("t", b"1")])
-        assert len(subscription.poll(1, 0)) == 1
+        with connections[alias].execute_wrapper(notice):
+            assert len(subscription.poll(1, 0)) == 1
+        assert connections[alias] not in changed
         with connections[alias].cursor() as cursor:
             cursor.execute(
                 "SELECT current_setting('enable_seqscan'), current_setting('kjo.claimed_topics')"

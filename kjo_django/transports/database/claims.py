@@ -138,9 +138,9 @@ class ClaimStatements:
             [(_LOCK, [text_array(topics), self._group]), (_CLAIM, choosing)], is_last=True
         )
         if rows[0][0] and rows[0][1] is None:
-            return Claimed(names or [], most_read, is_refused=True)
+            return Claimed(names, most_read, is_refused=True)
         found = [_row_of(*row) for _, *row in rows if row[0] is not None]
-        return Claimed(names or [], most_read, found)
+        return Claimed(names, most_read, found)
 
     def _passed(self, skipped: Mapping[str, set[int]], now: datetime) -> list[Any]:
         """Return the parameters of ``_PASSED``."""
@@ -199,13 +199,16 @@ FROM unnest(%s::text[], %s::int[], %s::int[]) AS asked (topic, above, below)
 CROSS JOIN LATERAL (SELECT 1 FROM kjo_transport_message WHERE {_DUE} LIMIT 1) AS due"""  # noqa: S608
 
 _LOCK = """
-SELECT set_config('kjo.claimed_topics', coalesce(array_agg(topic), '{}')::text, true),
-    array_agg(topic), set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)
+SELECT set_config('kjo.claimed_topics', topics::text, true), topics,
+    set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)
 FROM (
-    SELECT topic::text FROM kjo_transport_subscription
-    WHERE topic = ANY(%s::text[]) AND consumer_group = %s
-    ORDER BY id FOR UPDATE SKIP LOCKED
-) AS locked"""
+    SELECT coalesce(array_agg(topic), '{}') AS topics
+    FROM (
+        SELECT topic::text FROM kjo_transport_subscription
+        WHERE topic = ANY(%s::text[]) AND consumer_group = %s
+        ORDER BY id FOR UPDATE SKIP LOCKED
+    ) AS locked
+) AS claimed"""
 """Becomes the only claimer of topics until the transaction ends. The next statement is told which,
 since only a statement that begins afterwards sees the leases of the claim before. That one always
 finds its rows by an index, also where there are no statistics yet. The settings end with the
