@@ -193,6 +193,18 @@ def test_a_topic_that_a_claim_of_few_has_cut_has_a_backlog(alias: str) -> None:
             assert "u" in subscription._order._fair
 
 
+def test_a_topic_of_which_little_may_be_claimed_keeps_no_other_waiting(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        subscription.limit({"t": 0})
+        for _ in range(2):  # each begins with another topic
+            transport.publish([OutgoingRecord("t", b"1")] * 9 + [OutgoingRecord("u", b"1")] * 9)
+            assert [each.topic for each in subscription._claim(2, ANY_SIZE)] == ["u", "u"]
+        subscription.limit({"t": 1})
+        for _ in range(2):
+            assert [*_by_topic(subscription._claim(2, ANY_SIZE))] in (["t", "u"], ["u", "t"])
+
+
 def test_leases_that_took_long_to_get_are_given_back(
     alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

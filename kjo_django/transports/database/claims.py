@@ -21,7 +21,7 @@ from kjo_django.store.postgres import PostgresStore, array_text, text_array
 FIRST_RANK, LAST_RANK = -32_769, 32_768
 """Below and above every rank."""
 LEAST_READ = 50
-"""Rows that are read of a topic at most, where twice an even share is less."""
+"""Rows that are read of a topic at most, also where twice an even share is less."""
 
 
 class Asked(NamedTuple):
@@ -120,8 +120,9 @@ class ClaimStatements:
         """
         topics = list(dict.fromkeys(one.topic for one in asked))
         most_read = min(limit, max(LEAST_READ, math.ceil(2 * limit / len(topics))))
-        # Where the first topics have enough rows, those behind them are not looked at.
-        most_in_all = limit + 1 if limit <= len(topics) else 2 * most_read * len(topics)
+        # Where the first topics have enough rows, those behind them are not looked at. Of each one
+        # row is read beyond what it may give, which says that it has more.
+        most_in_all = 2 * limit + 1 if limit <= len(topics) else 2 * most_read * len(topics)
         choosing = [
             *self._passed(skipped, now),
             *_arrays(asked),
@@ -222,9 +223,12 @@ WITH {_PASSED}, asked AS MATERIALIZED (
 ), due AS (
     SELECT first.*, asked.topic, asked.most, asked.position
     FROM asked CROSS JOIN LATERAL (
-        SELECT id, rank, coalesce(length(value), 0) AS size FROM kjo_transport_message
-        WHERE {_DUE}
-        ORDER BY rank, id LIMIT %s
+        SELECT * FROM (
+            SELECT id, rank, coalesce(length(value), 0) AS size FROM kjo_transport_message
+            WHERE {_DUE}
+            ORDER BY rank, id LIMIT %s
+        ) AS read
+        ORDER BY rank, id LIMIT asked.most + 1
     ) AS first
     LIMIT %s
 ), numbered AS (

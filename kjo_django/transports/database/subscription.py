@@ -244,9 +244,6 @@ class DatabaseSubscription(LeasedSubscription):
     ) -> list[Record]:
         """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
 
-        Values above an even share of the limit are read by themselves, once it is known how many
-        of these rows it allows.
-
         :param below: only rows of these topics, and of a lower rank than this.
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
@@ -357,7 +354,11 @@ class DatabaseSubscription(LeasedSubscription):
         self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None
     ) -> tuple[Sequence[str], list[Record], bool]:
         """Claim within the caller's transaction; return the topics that nobody else was claiming,
-        the records, and whether there may be more."""
+        the records, and whether there may be more.
+
+        Values above an even share of the limit are read by themselves, once it is known how many
+        of these rows it allows.
+        """
         topics = self._lock_topics(due)
         # Not before the locks: waiting for them takes time.
         now = self._clock.now()
