@@ -498,8 +498,9 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
         note_topics(engine.mark, lambda word, name, at: _note_record(evidence, word, name, at))
     elif engine.plan.engine.transport == "database":
         # Nobody has subscribed to their topic, so they are all there.
-        others = engine.messages.filter(topic=names.topic("others", engine.mark))
-        evidence.records.update(trace.identity_in(record.value) for record in others)
+        for record in engine.messages.filter(topic=names.topic("others", engine.mark)):
+            at = record.published_at.timestamp()
+            evidence.records[trace.identity_in(record.value)].append(at)
     return evidence
 
 
@@ -509,10 +510,7 @@ def _outlived(engine: MixedEngine) -> set[str]:
 
 
 def _note_record(evidence: invariants.Evidence, word: str, name: str, at: float) -> None:
-    if word == "record":
-        evidence.records[name] += 1
-    else:
-        evidence.dead_records[name].append(at)
+    (evidence.records if word == "record" else evidence.dead_records)[name].append(at)
 
 
 def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:

@@ -81,8 +81,8 @@ class Evidence:
     """When each process that was killed, by us or by a handler, ended."""
     disturbances: list[tuple[float, float, str]] = field(default_factory=list)
     """From when to when something was done to workers or servers, and what."""
-    records: Counter[str] = field(default_factory=Counter)
-    """Records for others found in their topic."""
+    records: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Records for others found in their topic: when each was published."""
     failed: set[str] = field(default_factory=set)
     """Work whose handler met an error of its database: that attempt failed, though not as planned.
     """
@@ -153,9 +153,10 @@ class Evidence:
         )
 
     def _deaths_of(self, name: str) -> str:
-        """Return when it died and its dead letters were published, and what was done then."""
+        """Return when it died and its records and dead letters were published, and what was done
+        then."""
         died = [letter.failed_at for letter in self.letters_of(name)]
-        published = sorted(self.dead_records.get(name, []))
+        published = sorted([*self.dead_records.get(name, []), *self.records.get(name, [])])
         if not died and not published:
             return ""
         first, last = min([*died, *published]), max([*died, *published])
@@ -210,7 +211,7 @@ def everything_ends(evidence: Evidence) -> Iterator[str]:
 def _has_end(evidence: Evidence, work: Work) -> bool:
     end, states = expected_end(work), {row.state for row in evidence.rows_of(work.name)}
     if end == "published":
-        return evidence.records[work.name] > 0 or work.name in evidence.unsure
+        return bool(evidence.records.get(work.name)) or work.name in evidence.unsure
     if end == "dead":
         return bool(evidence.letters_of(work.name)) and states <= {row_state(work)}
     if end == "cancelled":
@@ -350,12 +351,14 @@ def each_key_keeps_its_order(evidence: Evidence) -> Iterator[str]:
 def records_for_others_are_published_once(evidence: Evidence) -> Iterator[str]:
     """Nobody here drops a second copy of them. A relay that dies, or loses its connection, before
     it has noted what it published may publish that again."""
-    for name, count in evidence.records.items():
+    for name, published in evidence.records.items():
         work = evidence.works.get(name)
         if work is None or not work.commits:
             yield f"never committed: {evidence.traces_of(name)}"
-        elif count > 1 and not _may_be_published_again(evidence, evidence.committed.get(name, 0)):
-            yield f"{count} times: {evidence.traces_of(name)}"
+            continue
+        before = [evidence.committed.get(name, 0), *sorted(published)[:-1]]
+        if len(published) > 1 and not any(_may_be_published_again(evidence, at) for at in before):
+            yield f"{len(published)} times: {evidence.traces_of(name)}"
 
 
 def dead_letters_are_published_once(evidence: Evidence) -> Iterator[str]:
@@ -365,22 +368,25 @@ def dead_letters_are_published_once(evidence: Evidence) -> Iterator[str]:
     for work in _promised(evidence):
         if expected_end(work) != "dead" or work.kind in ("kdlq", "large"):
             continue
-        count = len(evidence.dead_records.get(work.name, ()))
+        published = sorted(evidence.dead_records.get(work.name, ()))
         recorded = [letter.failed_at for letter in evidence.letters_of(work.name)]
-        if not count:
+        if not published:
             yield f"never: {evidence.traces_of(work.name)}"
-        elif (
-            count > _may_die(evidence, work)
-            and recorded
-            and not _may_be_published_again(evidence, max(recorded))
-        ):
-            yield f"{count} times: {evidence.traces_of(work.name)}"
+        elif len(published) > _may_die(evidence, work) and recorded:
+            before = [max(recorded), *published[:-1]]
+            if not any(_may_be_published_again(evidence, at) for at in before):
+                yield f"{len(published)} times: {evidence.traces_of(work.name)}"
 
 
 def _may_be_published_again(evidence: Evidence, at: float) -> bool:
-    """Whether a publisher died, or lost what it was talking to, before it had noted it."""
+    """Whether a publisher died, or lost what it was talking to, before it had noted it. It cannot
+    note anything in rows that somebody has locked."""
     soon = min(MOST_NOTED, NOTED * _slowness(evidence, at - 1.0, at + NOTED))
-    return evidence.was_disturbed(at - 1.0, at + soon, but=HARMLESS)
+    until = at + soon
+    for since, to, what in sorted(evidence.disturbances):
+        if what == "hold_rows" and since <= until and at <= to:
+            until = max(until, to + soon)
+    return evidence.was_disturbed(at - 1.0, until, but=HARMLESS)
 
 
 NOTED = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -42,7 +41,7 @@ def evidence() -> Evidence:
         letters=[Letter("letter", "mx3x", "fatal", 104.0)],
         begins={work.name: [Begin(108.5, 7)] for work in done},
         signals={"mx3x": ["failed"]} | {work.name: ["completed"] for work in done},
-        records=Counter({"mx5x": 1}),
+        records={"mx5x": [105.2]},
         dead_records={"mx3x": [104.0]},
         has_dead_records=True,
         leases=[],
@@ -98,7 +97,7 @@ def invert(it: Evidence) -> None:
 
 
 def publish_twice(it: Evidence) -> None:
-    it.records["mx5x"] = 2
+    it.records["mx5x"] = [105.2, 106.0]
 
 
 def publish_death_twice(it: Evidence) -> None:
@@ -160,6 +159,21 @@ def test_a_crash_excuses_what_it_may_repeat_and_nothing_else() -> None:
     assert complaints(found) == []
     double(found)
     assert [text.partition(":")[0] for text in complaints(found)] == ["each_effect_is_there_once"]
+
+
+def test_a_relay_that_dies_while_others_have_its_rows_locked_may_publish_again() -> None:
+    # Given a record that was published twice, and a relay that was killed well after the first time
+    found = evidence()
+    publish_twice(found)
+    found.records["mx5x"] = [120.0, 131.0]
+    found.disturbances = [(130.0, 130.0, "relay")]
+    assert [text.partition(":")[0] for text in complaints(found)] == [
+        "records_for_others_are_published_once"
+    ]
+    # When it could not note the first one until then, as others had the rows
+    found.disturbances.append((119.0, 129.5, "hold_rows"))
+    # Then
+    assert complaints(found) == []
 
 
 def test_on_sqlite_a_run_may_outlive_its_lease_while_others_write() -> None:
