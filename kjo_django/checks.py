@@ -24,6 +24,7 @@ E020    a SERVICE_NAME that no CloudEvent can have as its source
 E021    a SCHEMA_REGISTRY, a schema or its options that cannot be used (contrib.schema_registry)
 E022    enqueue_on_save of a model in another database than the jobs of the queue
 E023    TASKS that name KJOBackend without kjo_django in INSTALLED_APPS (contrib.tasks)
+E024    a queue whose name no address can hold
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -73,7 +74,7 @@ from kjo_django.patterns.events import cloudevents
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams import AbstractStreamProducer
 from kjo_django.schedules.declarations import setting_faults
-from kjo_django.values import Problem, did_you_mean, read_options
+from kjo_django.values import Problem, did_you_mean, queue_name, read_options
 
 TAG = "kjo"
 CONNECTIONS_BESIDE_LANES = 13
@@ -126,6 +127,15 @@ def _check_queues(settings: Settings) -> Messages:
         where = f"KJO['QUEUES'][{name!r}]"
         queue, problems = read_options(conf.QueueOptions, settings.queues.get(name, {}), where)
         yield from map(_error_of, problems)
+        try:
+            queue_name(name)
+        except ValueError as error:
+            yield checks.Error(
+                f"The name of a queue must be {error}, not {name!r:.120}.",
+                hint="No address of the REST API and of the dashboard can hold it. A topic may "
+                "have another name than its queue: KJO['QUEUES'][…]['topic'].",
+                id="kjo.E024",
+            )
         if queue.transport not in settings.transports:
             yield checks.Error(
                 f"{where} uses the transport {queue.transport!r}, which "

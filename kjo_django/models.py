@@ -160,13 +160,19 @@ SHOWN_STATES = {
 """What to ask for instead of a state that is not stored."""
 
 
-def _refuse_shown_states(conditions: dict[str, Any]) -> None:
-    wanted = conditions.get("state", conditions.get("state__exact"))
-    among = conditions.get("state__in", ())
-    given = {wanted, *(among if isinstance(among, Sequence) else ())}
-    for name, instead in SHOWN_STATES.items():
-        if name in given:
-            raise ValueError(f"No job has the state {name!r}: it is shown of {instead}.")
+def _refuse_shown_states(conditions: Iterable[Any]) -> None:
+    """Refuse a query for a state that no row has.
+
+    :param conditions: names with values, and Qs.
+    """
+    for each in conditions:
+        if isinstance(each, Q):
+            _refuse_shown_states(each.children)
+        elif isinstance(each, tuple) and each[0] in ("state", "state__exact", "state__in"):
+            wanted = each[1] if isinstance(each[1], list | tuple | set) else each[1:]
+            for name in SHOWN_STATES.keys() & set(wanted):
+                instead = SHOWN_STATES[name]
+                raise ValueError(f"No job has the state {name!r}: it is shown of {instead}.")
 
 
 _JobManager = models.Manager.from_queryset(JobQuerySet)
@@ -178,12 +184,12 @@ class JobManager(_JobManager["Job"]):
 
     def filter(self, *args: Any, **kwargs: Any) -> JobQuerySet:
         """As always."""
-        _refuse_shown_states(kwargs)
+        _refuse_shown_states([*args, *kwargs.items()])
         return self.get_queryset().filter(*args, **kwargs)  # type: ignore[return-value]
 
     def exclude(self, *args: Any, **kwargs: Any) -> JobQuerySet:
         """As always."""
-        _refuse_shown_states(kwargs)
+        _refuse_shown_states([*args, *kwargs.items()])
         return self.get_queryset().exclude(*args, **kwargs)  # type: ignore[return-value]
 
 

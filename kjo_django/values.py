@@ -106,6 +106,20 @@ def text(value: Any) -> str:
     return value
 
 
+MAX_QUEUE_LENGTH = 100
+"""What the column of a queue's name holds."""
+_is_word = re.compile(r"[^\s/]+").fullmatch
+
+
+def queue_name(value: Any) -> str:
+    """The name of a queue: what an address of the REST API and of the dashboard can hold."""
+    if len(text(value)) > MAX_QUEUE_LENGTH or not _is_word(value):
+        raise ValueError(
+            f"text of at most {MAX_QUEUE_LENGTH} characters, without blanks and slashes"
+        )
+    return str(value)
+
+
 MAX_NAME_LENGTH = 100
 """What the column of a service's name holds."""
 

@@ -42,6 +42,7 @@ from kjo_django.values import (
     flag,
     lifetime,
     priority,
+    queue_name,
     rate,
     refuse_unknown,
     text,
@@ -396,12 +397,6 @@ def known_queue(name: str, also: Iterable[str] = ()) -> str:
     return name
 
 
-def _queue_name(value: Any) -> str:
-    if len(text(value)) > MAX_QUEUE_LENGTH:
-        raise ValueError(f"text of at most {MAX_QUEUE_LENGTH} characters")
-    return str(value)
-
-
 def _key(value: Any) -> Any:
     if not callable(value):
         try:
@@ -427,13 +422,12 @@ def _schedule(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-MAX_QUEUE_LENGTH = 100
 MOST_SLOTS = 1000
 """The largest number of jobs that a limit lets run at once."""
 _BELONG_TO = {"burst": "rate", "rate_key": "rate", "concurrency_key": "concurrency"}
 """Options of ``@job`` that mean something beside another one only."""
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "queue": _queue_name,
+    "queue": queue_name,
     "key": _key,
     "priority": priority,
     "atomic": flag,

@@ -12,7 +12,7 @@ from django.core.checks import Error, Tags, run_checks
 from django.core.checks import Warning as CheckWarning
 from django.db import connections
 
-from kjo_django import checks, registry
+from kjo_django import checks, job, registry
 from kjo_django.checks import check_servers, check_settings
 from kjo_django.operations.monitoring.health import health
 from kjo_django.patterns.streams import AbstractStreamProducer
@@ -318,18 +318,27 @@ def test_the_options_that_the_warning_names_are_those_of_the_pages(settings, dat
 
 @pytest.mark.parametrize(
     ("queue", "topic"),
-    [({}, "a b/c"), ({"topic": "e:mails"}, "e:mails"), ({"topic": "t" * 246}, "t" * 246 + "-dlq")],
+    [({}, "a:b"), ({"topic": "e:mails"}, "e:mails"), ({"topic": "t" * 246}, "t" * 246 + "-dlq")],
 )
 def test_a_topic_that_kafka_cannot_name_so_is_named(settings, queue, topic):
     """It would be found out by the first job, which no broker takes."""
     pytest.importorskip("confluent_kafka")
     kafka = {"BACKEND": "kjo_django.transports.kafka.KafkaTransport", "OPTIONS": SERVERS}
-    kjo = {"TRANSPORTS": {"default": kafka}, "QUEUES": {"a b/c": queue}}
+    kjo = {"TRANSPORTS": {"default": kafka}, "QUEUES": {"a:b": queue}}
     ((id, _message, hint),) = [each for each in found(settings, kjo) if repr(topic) in each[1]]
     assert id == "E013"
-    assert "KJO['QUEUES']['a b/c']['topic']" in hint
+    assert "KJO['QUEUES']['a:b']['topic']" in hint
     # And elsewhere it is no fault
-    assert found(settings, {"QUEUES": {"a b/c": queue}}) == []
+    assert found(settings, {"QUEUES": {"a:b": queue}}) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b", "a\n", " ", "q" * 101])
+def test_a_queue_that_no_address_can_hold_is_named(settings, name):
+    """FINDINGS 2.11: it passed on the database transport, and REST could not ask for it."""
+    ((id, message, hint),) = found(settings, {"QUEUES": {name: {}}})
+    assert (id, repr(name)[:100] in message, "['topic']" in hint) == ("E024", True, True)
+    with pytest.raises(ValueError, match="queue"):
+        job(name="bench.elsewhere", queue=name)(lambda: None)
 
 
 def test_a_test_runs_own_database_in_memory_is_no_warning(settings, database):

@@ -384,3 +384,43 @@ def test_a_job_that_locks_one_row_is_not_lost_to_a_deadlock_of_its_group(setting
     # Then one was chosen to fail, and ran again alone
     assert sorted(calls) in (["left"] * 3 + ["right"] * 2, ["left"] * 2 + ["right"] * 3)
     assert set(Job.objects.values_list("state", "attempts")) == {("completed", 1)}
+
+
+@on_postgres
+def test_at_serializable_what_the_database_cannot_order_is_repeated_in_the_same_attempt(
+    settings, monkeypatch, _database
+):
+    """FINDINGS 2.10 p: of 1,500 such jobs 59 became dead letters."""
+    # Given sessions at that level, and two jobs that each count the entries before either adds one
+    from psycopg import IsolationLevel  # an extra, which may be missing
+
+    monkeypatch.setitem(
+        connection.settings_dict["OPTIONS"], "isolation_level", IsolationLevel.SERIALIZABLE
+    )
+    connection.close()
+    settings.KJO = {**settings.KJO, "CONCURRENCY": 2, "QUEUES": {"ledger": {}, "other": {}}}
+    calls, levels, have_counted = [], set(), threading.Barrier(2)
+
+    def count_and_add(name: str) -> None:
+        is_first = name not in calls
+        calls.append(name)
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.add(cursor.fetchone())
+        count = Entry.objects.count()
+        if is_first:
+            have_counted.wait(PATIENCE)
+        Entry.objects.create(job=name, note=str(count))
+
+    counts = as_job(count_and_add, "counts", max_attempts=1)
+    for queue in ("ledger", "other"):
+        counts.using(queue=queue).enqueue(name=queue)
+    # When
+    with Running(("ledger", "other")):
+        wait_until(have_ended, "their ends", lambda: calls)
+    # Then the second one has counted the first
+    assert levels == {("serializable",)}
+    assert len(calls) == 3
+    assert sorted(Entry.objects.values_list("note", flat=True)) == ["0", "1"]
+    assert set(Job.objects.values_list("state", "attempts")) == {("completed", 1)}
+    connection.close()  # those of other tests are at the default

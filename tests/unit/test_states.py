@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from django.db.models import Q
 from django.utils import timezone
 
 from kjo_django import states
@@ -149,6 +150,8 @@ def test_a_state_that_no_row_has_is_refused_with_what_to_ask_for(method, name):
         getattr(Job.objects, method)(state=name)
     with pytest.raises(ValueError, match="it is shown of"):
         getattr(Job.objects, method)(state__in=["queued", name])
+    with pytest.raises(ValueError, match="it is shown of"):
+        getattr(Job.objects, method)(Q(queue="q") | ~Q(state=name))
 
 
 def test_every_status_is_in_the_table_of_vocabularies():

@@ -43,14 +43,13 @@ from kjo_django.contrib.tasks.definition import (
 )
 from kjo_django.logs import contained
 from kjo_django.messages import headers as names
-from kjo_django.values import did_you_mean
+from kjo_django.values import MAX_QUEUE_LENGTH, did_you_mean, queue_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
 """The keys of ``OPTIONS``: defaults for tasks."""
-MAX_QUEUE_LENGTH = 100
 
 
 class KJOBackend(BaseTaskBackend):
@@ -179,8 +178,11 @@ class KJOBackend(BaseTaskBackend):
         for name in sorted(self.queues, key=str):
             where = f"TASKS[{self.alias!r}]['QUEUES']"
             if not _is_queue_name(name):
-                text = f"{where} has {name!r:.120}; a queue has 1 to {MAX_QUEUE_LENGTH} characters."
-                yield Error(text, id="kjo.E010")
+                yield Error(
+                    f"{where} has {name!r:.120}; the name of a queue has 1 to {MAX_QUEUE_LENGTH} "
+                    "characters, without blanks and slashes.",
+                    id="kjo.E010",
+                )
             elif registry.route_of(name) is not registry.JOBS:
                 yield Error(
                     f"{where} has {name!r}, whose topic carries no jobs but records of its own.",
@@ -208,7 +210,11 @@ def check_frameworks(**kwargs: Any) -> list[CheckMessage]:
 
 
 def _is_queue_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= MAX_QUEUE_LENGTH
+    try:
+        queue_name(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _known_queue(name: str) -> None:
