@@ -73,6 +73,7 @@ from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.events import cloudevents
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams import AbstractStreamProducer
+from kjo_django.round_trips import NEAR_LANES
 from kjo_django.schedules.declarations import setting_faults
 from kjo_django.values import Problem, did_you_mean, queue_name, read_options
 
@@ -440,7 +441,8 @@ def _warn_router(settings: Settings) -> Messages:
 
 def _warn_pool(settings: Settings) -> Messages:
     """Each thread of a worker keeps the connection it was given: others would wait in vain."""
-    needed = settings.concurrency + CONNECTIONS_BESIDE_LANES
+    lanes = settings.concurrency or NEAR_LANES
+    needed = lanes + CONNECTIONS_BESIDE_LANES
     for alias in runtime.databases():
         pool = django_settings.DATABASES.get(alias, {}).get("OPTIONS", {}).get("pool")
         sizes = pool if isinstance(pool, dict) else {}
@@ -448,8 +450,7 @@ def _warn_pool(settings: Settings) -> Messages:
         if pool and size < needed:
             yield checks.Warning(
                 f"The pool of the database {alias!r} has {size} connections, a worker with "
-                f"CONCURRENCY {settings.concurrency} keeps up to {needed}: its threads would wait "
-                "for one another.",
+                f"{lanes} lanes keeps up to {needed}: its threads would wait for one another.",
                 hint=f"Set OPTIONS['pool'] = {{'max_size': {needed}}} or more, or no pool for "
                 "workers.",
                 id="kjo.W011",

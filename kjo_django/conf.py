@@ -100,7 +100,7 @@ class QueueOptions:
     concurrency: int | None = option(
         optional(whole(1)),
         None,
-        "Groups of this queue one worker runs at once; CONCURRENCY if not given.",
+        "Groups of this queue one worker runs at once; as many as it has lanes if not given.",
     )
     rate: Rate | None = option(
         optional(rate),
@@ -261,7 +261,12 @@ class Settings:
     middleware: tuple[str, ...] = option(
         texts, (), "Import paths of what surrounds each call of a handler, outermost first."
     )
-    concurrency: int = option(whole(1), 4, "Lanes (threads running handlers) of a worker.")
+    concurrency: int | None = option(
+        optional(whole(1)),
+        None,
+        "Lanes (threads running handlers) of a worker. None: four, and one more for each "
+        "millisecond that its database takes to answer, sixteen at most.",
+    )
     max_attempts: int = option(attempts, 5, "Executions of a job before it is dead-lettered.")
     backoff_base: timedelta = option(
         duration, timedelta(seconds=2), "Delay before the second attempt; doubles each time."
@@ -500,7 +505,8 @@ class QueueConf:
     """The alias of its database; None: that of ``KJO["DATABASE"]`` or of the routers."""
     topic: str
     consumer_group: str
-    concurrency: int
+    concurrency: int | None
+    """Groups of it that a worker runs at once; None: as many as the worker has lanes."""
     limit: int | None
     """The queue's own concurrency; None where it has none."""
     key_prefix: str

@@ -33,8 +33,8 @@ from kjo_django.conf import (
     get_settings,
 )
 from kjo_django.coordination.base import CircuitBreaker, Coordination
-from kjo_django.group_budget import GroupBudget
 from kjo_django.models import Job, LimitControl, QueueControl
+from kjo_django.round_trips import GroupBudget
 from kjo_django.store import Store, store_for
 from kjo_django.transports.base import Transport
 from kjo_django.values import unknown_key

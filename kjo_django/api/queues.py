@@ -37,7 +37,10 @@ Queue = shape(
     transport=serializers.CharField(),
     consumer_group=serializers.CharField(),
     dead_letter_topic=serializers.CharField(allow_null=True),
-    concurrency=serializers.IntegerField(help_text="Groups one worker runs at once."),
+    concurrency=serializers.IntegerField(
+        allow_null=True,
+        help_text="Groups one worker runs at once; null: as many as it has lanes.",
+    ),
     max_attempts=serializers.IntegerField(),
     backoff_base_seconds=serializers.FloatField(),
     asked=Limits(help_text="What operators set; null: as configured."),

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.engine.attempt import Delivery, Mode
-from kjo_django.group_budget import GroupBudget
+from kjo_django.round_trips import GroupBudget
 from kjo_django.transports.base import Subscription, TopicKey, TopicPartition
 
 CONCURRENT_GROUP = 1000
@@ -167,13 +167,14 @@ class GroupScheduler:
         self._limits: Mapping[str, QueueLimit] = {}
         self._left = math.inf if most is None else most
         """Deliveries that may still be started."""
-        lock = threading.Lock()
+        self._lock = threading.Lock()
         self.on_discarded: Callable[[Sequence[Delivery]], None] = lambda deliveries: None
         """Is called with what goes to another consumer."""
-        self._startable = threading.Condition(lock)
-        """Notified of what lanes may take. One notification wakes one lane; the lane that takes a
-        group passes it on while something is left."""
-        self._ended = threading.Condition(lock)
+        self.sleeping: list[threading.Condition] = []
+        """One of each lane that waits for something to take, the one that has run last at the end.
+        That one is woken first: its database session is open. One notification wakes one lane; the
+        lane that takes a group passes it on while something is left."""
+        self._ended = threading.Condition(self._lock)
         """Notified of every group that has ended."""
         self._keys: dict[object, KeyQueue] = {}
         """Every key of which something waits or runs."""
@@ -239,7 +240,7 @@ class GroupScheduler:
 
     def put(self, deliveries: Iterable[Delivery]) -> None:
         """Add deliveries in the order they were polled."""
-        with self._startable:
+        with self._lock:
             now, has_new_key = self._clock.monotonic(), False
             for delivery in deliveries:
                 self.waiting += 1
@@ -257,13 +258,13 @@ class GroupScheduler:
                 has_new_key = True
                 if level:
                     self._is_weighted = True
-            if has_new_key:
-                self._startable.notify()
+            if has_new_key and self.sleeping:
+                self.sleeping.pop().notify()
 
     def room(self, queue: str, place: TopicPartition) -> int:
         """Return how many deliveries of this queue and partition would start at once if they were
         added when the caller's group has ended; none while any delivery waits for a lane."""
-        with self._startable:
+        with self._lock:
             is_paused = self._paused_until.get(place, 0.0) > self._clock.monotonic()
             if self.waiting or self.is_stopped or is_paused or queue in self._paused:
                 return 0
@@ -283,7 +284,7 @@ class GroupScheduler:
     def join(self, deliveries: Sequence[Delivery]) -> bool:
         """Add deliveries to the group that the calling thread has taken; return False if it has
         ended: another thread is there in place of this one."""
-        with self._startable:
+        with self._lock:
             group = self._taken.get(threading.get_ident())
             if group is None or group.has_ended:
                 return False
@@ -301,7 +302,7 @@ class GroupScheduler:
     def take(self, timeout: float | None = None) -> Group | None:
         """Return the next group, waiting for one; None after ``timeout`` seconds or ``stop``."""
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
-        with self._startable:
+        with self._lock:
             while not self.is_stopped:
                 self._is_ramping = False
                 if self._delayed:
@@ -325,11 +326,20 @@ class GroupScheduler:
         if watches:
             self._watched_until = due
         end = min(deadline, due) if watches else deadline
+        own = threading.Condition(self._lock)
+        self.sleeping.append(own)
         try:
-            self._startable.wait(None if end == math.inf else max(0.0, end - now))
+            own.wait(None if end == math.inf else max(0.0, end - now))
         finally:
+            if own in self.sleeping:  # nobody has woken it
+                self.sleeping.remove(own)
             if watches and self._watched_until == due:
                 self._watched_until = math.inf
+
+    def _wake_lane(self) -> None:
+        """Wake the lane that has run last of those that wait, if any waits."""
+        if self.sleeping:
+            self.sleeping.pop().notify()
 
     def _wake_lane_if_needed(self) -> None:
         """Wake another lane if it has something to take, or has to watch for delayed keys."""
@@ -339,7 +349,7 @@ class GroupScheduler:
             or (self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until)
             or (self._delayed and self._delayed[0][0] < self._watched_until)
         ):
-            self._startable.notify()
+            self._wake_lane()
 
     def _make_ready(self, key: KeyQueue) -> None:
         """Let a key start of which something waits."""
@@ -506,17 +516,17 @@ class GroupScheduler:
     def hasten(self, moments: Mapping[Delivery, float]) -> None:
         """Let deliveries that come up later do so at these moments (monotonic), where those are
         earlier."""
-        with self._startable:
+        with self._lock:
             for delivery, moment in moments.items():
                 key = self._keys.get(delivery.shard)
                 is_first = key is not None and key.waiting[:1] == [delivery]
                 if key is not None and is_first and key.due is not None and moment < key.due[0]:
                     self._delay(key, moment)
-            self._startable.notify()
+            self._wake_lane()
 
     def put_off(self, moments: Mapping[Delivery, float]) -> None:
         """Let deliveries that are about to be deferred come up at these moments (monotonic)."""
-        with self._startable:
+        with self._lock:
             for delivery, moment in moments.items():
                 delivery.put_off_until = moment
 
@@ -552,7 +562,7 @@ class GroupScheduler:
             they may run at once.
         :param started: coroutines of the group that go on.
         """
-        with self._startable:
+        with self._lock:
             group.has_ended = True
             if group.deliveries[0] is self._orphan:
                 self._orphan = None
@@ -566,7 +576,7 @@ class GroupScheduler:
         self, deliveries: Iterable[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
     ) -> None:
         """Free the keys of coroutines that went on after their group's end; see ``finish``."""
-        with self._startable:
+        with self._lock:
             self._free_keys(list(deliveries), deferred, delay)
             # No lane takes the next group itself.
             self._wake_lane_if_needed()
@@ -629,7 +639,7 @@ class GroupScheduler:
         goes to another consumer. Another group's records of the same partitions stay."""
         gone = set(partitions)
         dropped: list[Delivery] = []
-        with self._startable:
+        with self._lock:
             for key in self._keys.values():
                 leaving = [
                     d for d in key.waiting if d.subscription is subscription and d.place in gone
@@ -648,7 +658,7 @@ class GroupScheduler:
         since the others of that key must not overtake them.
         """
         dropped: list[Delivery] = []
-        with self._startable:
+        with self._lock:
             now = self._clock.monotonic()
             surplus = {
                 queue: 0 if queue in self._paused else count - self._startable_soon(queue, now)
@@ -703,44 +713,44 @@ class GroupScheduler:
                 return not self._running
             return not any(delivery.place in wanted for delivery in self._running)
 
-        with self._startable:
+        with self._lock:
             return self._ended.wait_for(has_ended, timeout)
 
     def set_paused(self, queues: Iterable[str]) -> None:
         """Start nothing of these queues, and of all others again."""
-        with self._startable:
+        with self._lock:
             self._paused = frozenset(queues)
-            self._startable.notify()
+            self._wake_lane()
 
     def set_limits(self, limits: Mapping[str, QueueLimit]) -> None:
         """Run no more of these queues at once than this; of others, any number."""
-        with self._startable:
+        with self._lock:
             self._limits = limits
-            self._startable.notify()
+            self._wake_lane()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Start so many groups of each of these queues for one of a queue that is not named, while
         both have a backlog. A queue that was idle is next, whatever its weight."""
-        with self._startable:
+        with self._lock:
             self._weights = weights
             self._is_weighted = self._is_weighted or bool(weights)
 
     def pause_partition(self, partition: TopicPartition, seconds: float) -> None:
         """Fetch and start nothing of this partition for a while: what its messages need is down."""
-        with self._startable:
+        with self._lock:
             until = self._clock.monotonic() + seconds
             self._paused_until[partition] = max(until, self._paused_until.get(partition, 0.0))
 
     def paused_partitions(self) -> dict[TopicPartition, float]:
         """Return the partitions that are paused, with the seconds this lasts."""
         now = self._clock.monotonic()
-        with self._startable:
+        with self._lock:
             self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
             return {tp: end - now for tp, end in self._paused_until.items()}
 
     def raise_lanes(self, count: int) -> int:
         """Expect at least so many threads to take groups; return how many more these are."""
-        with self._startable:
+        with self._lock:
             more = max(0, count - self.lanes)
             self.lanes += more
             self._idle += more
@@ -748,9 +758,10 @@ class GroupScheduler:
 
     def stop(self) -> None:
         """Let every ``take`` return None; what waits stays unacknowledged."""
-        with self._startable:
+        with self._lock:
             self.is_stopped = True
-            self._startable.notify_all()
+            while self.sleeping:
+                self._wake_lane()
 
     # --- What it holds ----------------------------------------------------------------------------
 
@@ -763,7 +774,7 @@ class GroupScheduler:
         Those of paused queues do so only while they run: nothing more is fetched of such a queue,
         and what waits of it must not stop the other queues.
         """
-        with self._startable:
+        with self._lock:
             self._loads = +self._loads  # without those that have come to nothing
             outstanding = {
                 tp: count for (own, tp), count in self._loads.items() if own is subscription
@@ -780,7 +791,7 @@ class GroupScheduler:
         """Return how many more deliveries lanes could start soon, beside what a subscription
         brought and waits, of those of these queues that have no coroutines; 0 while more than half
         of them waits already, so that they are fetched many at a time."""
-        with self._startable:
+        with self._lock:
             now, room = self._clock.monotonic(), {}
             for queue, waiting in self._count_startable(subscription, queues).items():
                 soon = self._startable_soon(queue, now)
@@ -791,7 +802,7 @@ class GroupScheduler:
         """Return the lowest priority of what waits for nothing but a lane of its queue, by topic;
         coroutines may wait for others to end."""
         least: dict[str, int] = {}
-        with self._startable:
+        with self._lock:
             for (queue, _, is_orphan, _), ready in self._ready.items():
                 if is_orphan or queue in self._paused:
                     continue
@@ -837,7 +848,7 @@ class GroupScheduler:
 
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
-        with self._startable:
+        with self._lock:
             is_heavy = sum(self._loads.values()) > self.outstanding
             return {
                 (first.record.topic, first.record.key)
@@ -855,7 +866,7 @@ class GroupScheduler:
 
         :param before: those that had enough: they have until half of it is left.
         """
-        with self._startable:
+        with self._lock:
             now, enough = self._clock.monotonic(), dict[str, int]()
             found = set[TopicKey]()
             for key in self._keys.values():
@@ -885,7 +896,7 @@ class GroupScheduler:
     @property
     def oldest_wait(self) -> float:
         """Seconds the longest-waiting delivery has been waiting."""
-        with self._startable:
+        with self._lock:
             since = [key.waiting[0].waiting_since for key in self._keys.values() if key.waiting]
         return self._clock.monotonic() - min(since) if since else 0.0
 

@@ -27,6 +27,9 @@ logger = get_logger("kjo_django")
 R = TypeVar("R")
 CONTROL_INTERVAL = 1.0
 """Seconds between looks at what operators asked; a pause is obeyed within two."""
+MEASURED_FIRST = 3
+"""Round trips to the database that are measured before the first job, beside the one with which the
+worker's row is written: the first opens a session, and a busy machine prolongs some."""
 
 
 class Controls:
@@ -54,13 +57,14 @@ class Controls:
         """An operator asked the worker to stop."""
         self._set_limits()
 
-    def request_limit(self, queue: str, count: int, concurrency: int) -> None:
-        """Set the limit of a queue on which no operator has set one.
-
-        :param concurrency: how many lanes the worker has from now on.
-        """
+    def request_limit(self, queue: str, count: int) -> None:
+        """Set the limit of a queue on which no operator has set one."""
         self._requested_limits[queue] = count
-        self._concurrency = concurrency
+        self._set_limits()
+
+    def set_lanes(self, count: int) -> None:
+        """Let so many groups of a queue without a limit of its own run at once."""
+        self._concurrency = count
         self._set_limits()
 
     def _set_limits(self) -> None:
@@ -191,6 +195,8 @@ class Heartbeat(PeriodicDuty):
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
         try:
+            for _ in range(MEASURED_FIRST):
+                self._clock_check.work()
             self._write()
             self._read_controls()
         except (DatabaseError, InterfaceError) as error:

@@ -62,6 +62,7 @@ from kjo_django.models import Job
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
+from kjo_django.round_trips import NEAR_LANES, lanes_for
 from kjo_django.running_job import worker_name
 from kjo_django.runtime import (
     Runtime,
@@ -113,7 +114,8 @@ class Worker:
     :param queues: names of the queues to consume, of one database; None for all of the runtime's
         database that are declared or used.
     :param weights: how many groups of a queue start for one of a queue that is not named here.
-    :param concurrency: lanes, threads that run handlers; the setting if not given.
+    :param concurrency: lanes, threads that run handlers; the setting if not given. Where that gives
+        no number either, there are as many as ``lanes_for`` says.
     :param relay: also relay committed jobs of these queues.
     :param schedules: also store the jobs of schedules that are due.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
@@ -161,7 +163,10 @@ class Worker:
         self._left = max_messages or 0
         """Messages until it stops, where there is a limit."""
         self._counting = threading.Lock()
-        lanes = concurrency or conf.concurrency
+        lanes = concurrency or conf.concurrency or NEAR_LANES
+        self.follows_distance = not any((concurrency, conf.concurrency))
+        """Whether it has as many lanes as suit how far away its database is: nothing gives their
+        number."""
         self.controls = Controls(runtime, self.id, self.queues, lanes)
         self.scheduler = GroupScheduler(
             lanes,
@@ -369,6 +374,8 @@ class Worker:
         """
         self.ensure_topics()
         self._heartbeat.register()
+        if self.follows_distance:
+            self._add_lanes()
 
     def ensure_topics(self) -> None:
         """Make missing topics, unless that was done.
@@ -467,8 +474,27 @@ class Worker:
     def set_concurrency(self, queue: str, count: int) -> None:
         """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; a
         limit that an operator has set for the queue goes before."""
+        self.controls.request_limit(queue, count)
+        self._raise_lanes(count)
+
+    def _add_lanes(self) -> None:
+        """Have as many lanes as suit how far away the database is.
+
+        Measured once, before the first job: handlers that take the processor prolong the answers
+        that a thread beside them gets, and more lanes would prolong them more.
+        """
+        round_trip = self.runtime.group_budget.round_trip
+        count = lanes_for(round_trip)
+        # With a pool more threads would wait for one of its connections.
+        if count > self.concurrency and not any(map(_has_pool, connections)):
+            self._raise_lanes(count)
+            away = round_trip * 1000
+            logger.info("The database is %.1f ms away: %d lanes", away, self.concurrency)
+
+    def _raise_lanes(self, count: int) -> None:
+        """Have at least so many lanes."""
         more = self.scheduler.raise_lanes(count)
-        self.controls.request_limit(queue, count, self.concurrency)
+        self.controls.set_lanes(self.concurrency)
         if self.lanes.threads:
             self.lanes.start(more)
         self.scheduler.set_limits(self.controls.limits)
@@ -600,6 +626,11 @@ class Worker:
         jobs = Job.objects.using(self.runtime.database).open()
         now = self.runtime.clock.now()
         return max(0, records - jobs.filter(queue=queue.name, available_at__lte=now).count())
+
+
+def _has_pool(using: str) -> bool:
+    """Return whether Django keeps a pool of connections to a database."""
+    return bool(connections[using].settings_dict.get("OPTIONS", {}).get("pool"))
 
 
 def _own_runtime(queues: Sequence[str], given: Runtime | None) -> Runtime:

@@ -129,7 +129,9 @@ class StatusReporter:
         """Write what was started, in three lines or as one JSON object."""
         worker = self._worker
         facts, queues = start_of(worker), ", ".join(queue.name for queue in worker.queues)
-        what = f"Consuming {queues or 'no queues'} with {worker.concurrency} lanes as {worker.name}"
+        # How far away its database is, and so how many there are, is not known yet.
+        lanes = f"{worker.concurrency} lanes{' or more' if worker.follows_distance else ''}"
+        what = f"Consuming {queues or 'no queues'} with {lanes} as {worker.name}"
         announce(self._out, what, facts, as_json=self._as_json)
 
     def report_if_due(self) -> None:

@@ -24,11 +24,11 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.group_budget import GroupBudget
 from kjo_django.messages.headers import Message
 from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription

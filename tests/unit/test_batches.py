@@ -18,9 +18,9 @@ from kjo_django.engine.handler.call import in_steps
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
-from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, EventKey, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
+from kjo_django.round_trips import GroupBudget
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, statements, states

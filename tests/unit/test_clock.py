@@ -19,9 +19,9 @@ from django.utils import timezone
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import get_settings
-from kjo_django.group_budget import GroupBudget
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.monitoring.health import health
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import ClockCheck
 from kjo_django.worker.process import Worker

@@ -129,7 +129,7 @@ WRONG = {
     "QUEUES": [None, [], "emails", {None: {}}],
     "SCHEDULES": [None, [], "nightly", {None: {}}],
     "MIDDLEWARE": ["shop.middleware.tenant", {"shop.middleware.tenant"}, [""], [5], None],
-    "CONCURRENCY": [0, -1, 1.5, "4", None, True],
+    "CONCURRENCY": [0, -1, 1.5, "4", True],
     "MAX_ATTEMPTS": [0, "5", None, True, math.inf],
     "BACKOFF_BASE": [0, -1, "2", None, True, math.nan, math.inf, timedelta(0), 1e30],
     "BACKOFF_MAX": [timedelta(-1), []],
@@ -257,7 +257,7 @@ def test_all_faults_are_told_at_once_and_the_rest_keeps_its_value():
     given = {"CONCURRENCY": 0, "MAX_ATEMPTS": 1, "GROUP_SIZE": 7}
     settings, problems = read_options(Settings, given, "KJO", upper=True)
     assert len(problems) == 2
-    assert (settings.group_size, settings.concurrency) == (7, 4)
+    assert (settings.group_size, settings.concurrency) == (7, None)
 
 
 @given(
@@ -278,14 +278,14 @@ def test_whatever_is_given_reading_never_fails(given):
 
 def test_an_override_takes_effect_at_once_and_ends_with_its_block():
     # Given
-    before = get_settings().concurrency
+    before = get_settings().group_size
     queue = get_settings().queue("emails")
     # When
-    with override_settings(KJO={"CONCURRENCY": before + 1, "QUEUES": {"emails": {"topic": "t"}}}):
+    with override_settings(KJO={"GROUP_SIZE": before + 1, "QUEUES": {"emails": {"topic": "t"}}}):
         # Then
-        assert get_settings().concurrency == before + 1
+        assert get_settings().group_size == before + 1
         assert get_settings().queue("emails").topic == "t"
-    assert get_settings().concurrency == before
+    assert get_settings().group_size == before
     assert get_settings().queue("emails") == queue
 
 

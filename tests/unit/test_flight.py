@@ -21,9 +21,9 @@ from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
-from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.factories import JobFactory
 from tests.ledger.models import Entry

@@ -20,9 +20,9 @@ from kjo_django.engine.attempt import RefusedRecord
 from kjo_django.engine.poller import plan_fetch
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import MessageError
-from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.outbox.relay import Relay
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from tests.unit.deliveries import Silent

@@ -10,8 +10,8 @@ import pytest
 
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
-from kjo_django.group_budget import GroupBudget
 from kjo_django.operations.maintenance import topics
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.clients import KafkaOptions

@@ -11,9 +11,9 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
-from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.worker.duties import DutyThread

@@ -17,13 +17,13 @@ from kjo_django import PermanentError, job, registry
 from kjo_django.conf import get_settings
 from kjo_django.engine import scheduler
 from kjo_django.engine.poller import Poller
-from kjo_django.group_budget import GroupBudget
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, TransportMessage
 from kjo_django.operations import dead_letters
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import health, status
 from kjo_django.outbox.relay import Relay
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker

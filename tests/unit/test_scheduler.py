@@ -19,9 +19,9 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode, RefusedRecord
 from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler, QueueLimit
 from kjo_django.exceptions import MessageError
-from kjo_django.group_budget import GroupBudget
 from kjo_django.limits.permits import LimitState
 from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.round_trips import GroupBudget
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.clocks import SetClock
 from tests.unit.deliveries import NAMELESS, Silent
@@ -270,13 +270,39 @@ def test_a_lane_is_woken_only_while_something_is_left():
     threads = [threading.Thread(target=lambda: groups.append(lanes.take())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(lanes._startable._waiters) == 2)
+    wait_until(lambda: len(lanes.sleeping) == 2)
     # When ten quick jobs come together
     lanes.put(delivery(str(n)) for n in range(10))
     wait_until(lambda: groups)
     # Then the second lane goes on waiting
     assert len(groups[0].deliveries) == 10
-    assert len(lanes._startable._waiters) == 1  # type: ignore[attr-defined]
+    assert len(lanes.sleeping) == 1
+    lanes.stop()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+def test_the_lane_that_ran_last_is_the_one_that_runs_next():
+    """Each of sixteen lanes opened a session of its own for one job now and then."""
+    # Given three lanes, of which each has begun to wait after the one before
+    lanes = lanes_of(3)
+    ran: list[int] = []
+
+    def work(number: int) -> None:
+        while (group := lanes.take()) is not None:
+            ran.append(number)
+            lanes.finish(group)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for count, thread in enumerate(threads, 1):
+        thread.start()
+        wait_until(lambda count=count: len(lanes.sleeping) == count)
+    # When jobs come one by one
+    for number in range(5):
+        lanes.put([delivery(str(number))])
+        wait_until(lambda number=number: len(ran) > number and len(lanes.sleeping) == 3)
+    # Then
+    assert ran == [2] * 5
     lanes.stop()
     for thread in threads:
         thread.join(PATIENCE)
@@ -421,11 +447,11 @@ def test_what_falls_due_is_taken_although_the_lane_that_put_it_off_runs_on():
     taken: list[Group | None] = []
     thread = threading.Thread(target=lambda: taken.append(lanes.take()), daemon=True)
     thread.start()
-    wait_until(lambda: lanes._startable._waiters)
+    wait_until(lambda: lanes.sleeping)
     # When: the first puts off what it had, and goes on with something else that never ends
     lanes.finish(first, first.deliveries, delay=0.2)
     other = delivery("b")
-    with mock.patch.object(lanes._startable, "notify"):
+    with mock.patch.object(lanes, "sleeping", []):
         lanes.put([other])  # unheard by the second
     assert take(lanes).deliveries == [other]
     # Then

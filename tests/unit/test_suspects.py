@@ -20,8 +20,8 @@ from django.utils import timezone
 from kjo_django.clock import Clock
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.scheduler import GroupScheduler
-from kjo_django.group_budget import GroupBudget
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
+from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import get_coordination
 from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched

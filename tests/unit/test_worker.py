@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import OperationalError
+from django.db import OperationalError, connection
 from django.utils import timezone
 
 from kjo_django import job, registry, signals
@@ -188,6 +189,81 @@ def test_it_ends_after_exactly_so_many_messages(kind):
     worker = Worker(["ledger"], max_messages=3, concurrency=1)
     assert worker.run() == 0
     assert Entry.objects.count() == 5
+
+
+# --- Lanes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def far_away(monkeypatch, settings) -> Iterator[threading.Event]:
+    """Whether the database takes 12 ms to tell its time."""
+    settings.KJO = {**settings.KJO, "CONCURRENCY": None, "HEARTBEAT_INTERVAL": 0.05}
+    is_far, store = threading.Event(), type(current_runtime().store)
+    tell = store.server_time
+
+    def tell_from_afar(self):
+        if is_far.is_set():
+            time.sleep(0.012)  # sleep: the round trip that is measured
+        return tell(self)
+
+    monkeypatch.setattr(store, "server_time", tell_from_afar)
+    yield is_far
+
+
+def test_near_its_database_a_worker_has_four_lanes(far_away):
+    worker = Worker(["ledger"])
+    worker.open()
+    assert worker.concurrency == 4
+
+
+def test_a_worker_that_is_far_from_its_database_has_more_lanes(far_away):
+    """Four lanes 20 ms away waited for the database nearly all the time."""
+    far_away.set()
+    worker = Worker(["ledger"])
+    worker.open()
+    assert worker.concurrency == worker.controls.limits["ledger"].groups == 16
+
+
+def test_a_worker_that_is_far_away_runs_as_many_handlers_at_once(far_away, forgotten_definitions):
+    together = threading.Barrier(6)
+
+    @job(name="bench.together", queue="ledger", atomic=False)
+    def meet() -> None:
+        together.wait(PATIENCE)
+
+    far_away.set()
+    with Running():
+        meet.enqueue_many([{}] * 6)
+        wait_until(finished)
+    assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
+
+
+def test_handlers_that_take_the_processor_are_not_taken_for_a_database_far_away(far_away):
+    """They prolong what the heartbeat measures, and each lane more would prolong it more."""
+    with Running() as running:
+        wait_until(lambda: running.worker.lanes.threads)
+        far_away.set()
+        budget = running.worker.runtime.group_budget
+        wait_until(lambda: budget.round_trip > 0.01)
+        assert len(running.worker.lanes.threads) == running.worker.concurrency == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument", "options", "expected"),
+    [(3, None, {}, 3), (None, 2, {}, 2), (None, None, {"pool": True}, 4)],
+    ids=["setting", "argument", "pool"],
+)
+def test_a_number_of_lanes_that_was_given_holds_however_far_the_database_is(
+    far_away, settings, monkeypatch, setting, argument, options, expected
+):
+    """Nor is a pool of connections outgrown, whose threads would wait for one another."""
+    far_away.set()
+    settings.KJO = {**settings.KJO, "CONCURRENCY": setting}
+    connection.ensure_connection()  # that of SQLite knows no pool
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    worker = Worker(["ledger"], concurrency=argument)
+    worker.open()
+    assert worker.concurrency == worker.controls.limits["ledger"].groups == expected
 
 
 def test_other_queues_are_left_alone():

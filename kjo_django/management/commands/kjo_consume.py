@@ -46,7 +46,7 @@ class Command(ParsedCommand):
             help="Queues to consume; all if none is named. A queue with weight N starts N "
             "groups of jobs for one of a queue without.",
         )
-        threads = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
+        threads = "Threads that run handlers (lanes); else as KJO['CONCURRENCY'] says."
         add("--concurrency", type=positive, help=threads)
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
         add("--pin", action="store_true", help="Give each process a processor of its own, in turn.")

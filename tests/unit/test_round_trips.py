@@ -1,4 +1,4 @@
-"""How long jobs that share a transaction may run: as far away as the database is."""
+"""What follows from how long the database takes to answer: the run time of groups, and lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kjo_django.engine.scheduler import GroupScheduler
-from kjo_django.group_budget import GroupBudget
+from kjo_django.round_trips import GroupBudget, lanes_for
 from kjo_django.runtime import current_runtime
 from kjo_django.worker.duties import ClockCheck
 from tests.clocks import SetClock
@@ -35,6 +35,14 @@ def test_a_first_answer_that_took_as_long_as_its_session_to_open_changes_nothing
     assert budget.seconds == 0.05
     budget.note_round_trip(0.005)
     assert budget.seconds == 0.05
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "expected"),
+    [(0.0, 4), (0.0009, 4), (0.0025, 6), (0.005, 9), (0.02, 16), (1, 16)],
+)
+def test_a_worker_has_one_lane_more_for_each_millisecond(round_trip: float, expected: int) -> None:
+    assert lanes_for(round_trip) == expected
 
 
 def test_answers_that_a_busy_process_gets_late_change_nothing_for_long() -> None:

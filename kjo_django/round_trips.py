@@ -1,4 +1,5 @@
-"""For how long the handlers of jobs that share a transaction may run, one after the other."""
+"""What follows from how long the database takes to answer: for how long jobs that share a
+transaction may run, and how many lanes a worker has."""
 
 from __future__ import annotations
 
@@ -9,6 +10,19 @@ ROUND_TRIPS = 8
 MEASURED = 12
 """Latest round trips of which the shortest counts: a busy process prolongs most of them. A worker
 measures one with each heartbeat."""
+NEAR_LANES = 4
+"""Lanes of a worker near its database, where the settings give no number."""
+MOST_LANES = 16
+"""Lanes of a worker that is far from its database, at most."""
+
+
+def lanes_for(round_trip: float) -> int:
+    """Return how many lanes a worker has whose settings give no number: one more for each
+    millisecond of a round trip, since a lane that waits for the database runs no handler.
+
+    :param round_trip: seconds that the database takes to answer; 0 where that is not known.
+    """
+    return min(MOST_LANES, NEAR_LANES + int(round_trip * 1000))
 
 
 class GroupBudget:
@@ -26,10 +40,13 @@ class GroupBudget:
         self._measured: deque[float] = deque(maxlen=MEASURED)
         self.seconds = least
         """The budget as it is now."""
+        self.round_trip = 0.0
+        """Seconds that the database takes to answer; 0: that is not known yet."""
 
     def note_round_trip(self, seconds: float) -> None:
         """Note how long the database took to answer a query that costs it nothing. The first one
         changes nothing: it may have opened its session, which takes several round trips."""
         self._measured.append(seconds)
         if len(self._measured) > 1:
-            self.seconds = max(self._least, ROUND_TRIPS * min(self._measured))
+            self.round_trip = min(self._measured)
+            self.seconds = max(self._least, ROUND_TRIPS * self.round_trip)
