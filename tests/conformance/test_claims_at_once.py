@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from kjo_django.models import TransportMessage
+from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.store.session_changes import changed, notice
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.subscription import key_hash
+from kjo_django.transports.database.claims import MOST_LOST
+from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
 from kjo_django.values import ANY_SIZE
 from tests.clocks import SetClock
 
@@ -238,9 +239,142 @@ def test_a_claim_leaves_no_setting_behind(alias: str) -> None:
         assert connections[alias] not in changed
         with connections[alias].cursor() as cursor:
             cursor.execute(
-                "SELECT current_setting('enable_seqscan'), current_setting('kjo.claimed_topics')"
+                "SELECT current_setting('enable_seqscan'), current_setting('kjo.claimed_topics'), "
+                "current_setting('enable_sort'), current_setting('plan_cache_mode')"
             )
-            assert cursor.fetchone() == ("on", "")
+            assert cursor.fetchone() == ("on", "", "on", "auto")
+
+
+# --- Statements that are prepared -----------------------------------------------------------------
+
+
+def _prepared(alias: str) -> dict[str, int]:
+    """Return which statements the present session has, and how often each plan was used."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT name, generic_plans + custom_plans FROM pg_prepared_statements")
+        return {name.rpartition("_")[0]: count for name, count in cursor.fetchall()}
+
+
+@contextmanager
+def _published(alias: str) -> Iterator[DatabaseSubscription]:
+    """A consumer for which five records wait, in a session of its own."""
+    connections[alias].close()
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    try:
+        with closing(transport.subscribe(["t"], "g")) as subscription:
+            transport.publish([OutgoingRecord("t", str(n).encode()) for n in range(5)])
+            yield subscription
+    finally:
+        connections[alias].close()
+
+
+def test_a_claim_and_a_look_are_planned_once(alias: str) -> None:
+    with _published(alias) as subscription:
+        for _ in range(5):
+            assert len(subscription._claim(1, ANY_SIZE)) == 1
+        assert subscription._topics_with_rows(["t"]) == []
+        assert _prepared(alias) == {"kjo_lock": 5, "kjo_claim": 5, "kjo_look": 1}
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SELECT sum(custom_plans) FROM pg_prepared_statements")
+            assert cursor.fetchone() == (0,)
+
+
+def test_a_new_session_has_them_prepared_anew(alias: str) -> None:
+    with _published(alias) as subscription:
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        connections[alias].close()
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        assert _prepared(alias)["kjo_claim"] == 1
+
+
+@pytest.mark.parametrize("lost", ["DEALLOCATE ALL", "DISCARD ALL"])
+def test_where_a_session_loses_them_again_and_again_they_are_sent_as_they_are(
+    alias: str, lost: str
+) -> None:
+    """As behind a pooler whose transactions have a session of their own each."""
+    with _published(alias) as subscription:
+        for _ in range(MOST_LOST + 1):
+            assert len(subscription._claim(1, ANY_SIZE)) == 1
+            with connections[alias].cursor() as cursor:
+                cursor.execute(lost)
+        assert subscription._topics_with_rows(["t"]) == ["t"]
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        assert _prepared(alias) == {}
+        assert subscription.last_error is None
+
+
+def test_a_table_that_is_changed_meanwhile_does_not_stop_claims(alias: str) -> None:
+    """Its plans become invalid, as with a migration while workers run."""
+    change = "ALTER TABLE kjo_transport_message ALTER COLUMN topic TYPE varchar({})"
+    with _published(alias) as subscription:
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        with connections[alias].cursor() as cursor:
+            try:
+                cursor.execute(change.format(300))
+                assert len(subscription._claim(4, ANY_SIZE)) == 4
+            finally:
+                cursor.execute(change.format(249))
+        assert subscription.last_error is None
+
+
+def test_consumers_of_one_session_share_them(alias: str) -> None:
+    """Else each that comes and goes would leave half a megabyte in the server."""
+    with _published(alias) as subscription:
+        transport = DatabaseTransport("test", {"DATABASE": alias})
+        with closing(transport.subscribe(["t"], "g")) as other:
+            for consumer in (subscription, other, subscription, other):
+                assert len(consumer._claim(1, ANY_SIZE)) == 1
+            assert _prepared(alias) == {"kjo_lock": 4, "kjo_claim": 4, "kjo_look": 0}
+
+
+def test_in_a_transaction_of_the_callers_nothing_is_set_for_its_rest(alias: str) -> None:
+    with _published(alias) as subscription:
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+            assert subscription._topics_with_rows(["t"]) == ["t"]
+            cursor.execute("SELECT current_setting('enable_sort')")
+            assert cursor.fetchone() == ("on",)
+            cursor.execute("DEALLOCATE ALL")
+            assert subscription._topics_with_rows(["t"]) == ["t"]
+
+
+def test_the_locks_are_found_by_their_index_among_many(alias: str) -> None:
+    """Where sorting is off, the whole table was read in the order of its key."""
+    with _published(alias) as subscription:
+        TransportSubscription.objects.using(alias).bulk_create(
+            TransportSubscription(topic=f"t{n}", consumer_group="others") for n in range(2000)
+        )
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        with connections[alias].cursor() as cursor:
+            cursor.execute("ANALYZE kjo_transport_subscription")
+            cursor.execute("SELECT name FROM pg_prepared_statements WHERE name LIKE 'kjo_lock%'")
+            ((name,),) = cursor.fetchall()
+            cursor.execute(
+                "SET plan_cache_mode TO force_generic_plan; SET enable_sort TO off; "
+                f"SET enable_seqscan TO off; EXPLAIN EXECUTE {name} ('{{t}}', 'g')"
+            )
+            cursor.cursor.set_result(3)
+            plan = "\n".join(line for (line,) in cursor.fetchall())
+        assert "Filter" not in plan, plan
+        assert "consumer_group" in plan
+
+
+def test_a_refused_claim_is_raised_and_the_next_one_works(
+    alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _published(alias) as subscription:
+        assert len(subscription._claim(1, ANY_SIZE)) == 1
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SET statement_timeout TO '50ms'")
+        other = connections.create_connection(alias)
+        try:
+            with other.cursor() as cursor:
+                cursor.execute("BEGIN; LOCK TABLE kjo_transport_message")
+                with pytest.raises(OperationalError, match="statement timeout"):
+                    subscription._claim(1, ANY_SIZE)
+        finally:
+            other.close()
+        assert len(subscription._claim(4, ANY_SIZE)) == 4
 
 
 def test_where_the_server_binds_parameters_claims_are_the_same(

@@ -362,6 +362,8 @@ def _short(sql: Any) -> str:
     text = re.sub(r' "s\d+_x\d+"', "", " ".join(str(sql).split()))  # names of savepoints
     verb = text.partition(" ")[0].upper()
     tables = re.findall(r'(?:FROM|INTO|UPDATE|COPY)\s+"?(\w+)"?', text)
+    # What is prepared: the last of a text, without the part of the name that is drawn.
+    tables = re.findall(r"EXECUTE (\w+)_[0-9a-f]{12}\b", text)[-1:] or tables
     # Leases are given up behind it.
     ends = " + COMMIT" if "; COMMIT" in text else ""
     return f"{verb} {tables[0]}{ends}" if tables else text[:40]

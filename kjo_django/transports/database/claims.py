@@ -1,6 +1,7 @@
 """Claims on PostgreSQL: a look is one statement, and a claim one round trip.
 
-A claim sends its BEGIN, two statements and its COMMIT as one text. The first locks the topics that
+A claim sends its BEGIN, two statements and its COMMIT as one text, and before these how they are to
+be planned, where the session has them prepared. The first locks the topics that
 nobody else is claiming just then. The second, which sees the leases of every claim before, chooses
 the rows and leases them. What it chooses is what the queries of ``DatabaseSubscription`` choose for
 the other databases.
@@ -8,16 +9,28 @@ the other databases.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
-from kjo_django.store.postgres import PostgresStore, array_text, text_array
+from django.db import DatabaseError, connections
 
+from kjo_django.store.postgres import PostgresStore, array_text, takes_several, text_array
+from kjo_django.values import ANY_SIZE
+
+MOST_LOST = 3
+"""Times that a consumer has statements prepared anew that its session has lost."""
+_LOST = frozenset({"26000", "0A000"})
+"""SQLSTATEs of a prepared statement that is not there, and of one whose plan is invalid."""
 FIRST_RANK, LAST_RANK = -32_769, 32_768
 """Below and above every rank."""
 LEAST_READ = 50
@@ -76,6 +89,85 @@ class Claimed:
         }
 
 
+_sessions: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""The names of the statements that a session has prepared, by their texts; of each session of this
+process, by its connection of psycopg. All consumers of a session share them."""
+
+
+class Prepared:
+    """The statements of a consumer as its session keeps them prepared: each is planned once.
+
+    Planning them took more of the server's time than executing them. psycopg prepares what goes by
+    the extended protocol, one statement at a time; these are prepared by name, so that several go
+    as one text. A pooler that gives each transaction another session does not keep them: then they
+    are sent as they are.
+    """
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+        self._names: dict[str, str] = {}
+        """The name of each statement that is to be executed, by its text; none: they are sent as
+        they are."""
+        self._lost_count = 0
+
+    def ensure(self) -> None:
+        """Have the present session prepare them, unless it has done so or does not keep any. In a
+        transaction of the caller's they are sent as they are: how they are to be planned would hold
+        to its end."""
+        connection = connections[self._store.alias]
+        connection.ensure_connection()
+        driver = connection.connection
+        if connection.in_atomic_block or self._lost_count >= MOST_LOST:
+            self._names = {}
+            return
+        if driver not in _sessions:
+            with connection.cursor() as cursor, connection.wrap_database_errors:
+                _sessions[driver] = _prepare(cursor.cursor)
+        self._names = _sessions[driver]
+
+    def execute(
+        self, *statements: tuple[str, Sequence[Any]], is_last: bool = False
+    ) -> list[list[Any]]:
+        """Execute some of them in one round trip, and return what each answers.
+
+        :param is_last: commit along with them the transaction that the caller has begun.
+        :raises LostError: the session does not have them. Nothing has taken effect.
+        """
+        if not self._names:
+            return self._store.execute_all(statements, is_last=is_last)
+        named = [
+            (f"EXECUTE {self._names[sql]} ({', '.join(['%s'] * len(values))})", values)
+            for sql, values in statements
+        ]
+        try:
+            return self._store.execute_all([(_HOW_TO_PLAN, ()), *named], is_last=is_last)[1:]
+        except DatabaseError as error:
+            if getattr(error.__cause__, "sqlstate", None) not in _LOST:
+                raise
+            _sessions.pop(connections[self._store.alias].connection, None)
+            self._lost_count += 1
+            raise LostError from error
+
+
+def _prepare(cursor: Any) -> dict[str, str]:
+    """Prepare the statements; return their names, by their texts. None where the server binds
+    parameters: then several cannot go as one text.
+
+    :param cursor: of psycopg, past those who look at what handlers change in a session.
+    """
+    if not takes_several(cursor):
+        return {}
+    own, texts = uuid4().hex[:12], {"lock": _LOCK, "claim": _CLAIM, "look": _LOOK}
+    names = {sql: f"kjo_{what}_{own}" for what, sql in texts.items()}
+    cursor.execute("; ".join(f"PREPARE {name} AS {_numbered(sql)}" for sql, name in names.items()))
+    return names
+
+
+class LostError(Exception):
+    """A session does not have the statements that were prepared in it, or they have become invalid
+    as a table was changed."""
+
+
 class ClaimStatements:
     """The looks and claims of one consumer.
 
@@ -86,6 +178,26 @@ class ClaimStatements:
         self._store = store
         self._group = group
         self._token = token
+        self._prepared = Prepared(store)
+
+    def _look(self, values: Sequence[Any]) -> list[Any]:
+        while True:
+            self._prepared.ensure()
+            with suppress(LostError):
+                return self._prepared.execute((_LOOK, values))[0]
+
+    def _lock_and_claim(
+        self, locking: Sequence[Any], choosing: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        while True:
+            self._prepared.ensure()
+            # A lease lost in a crash of the server is taken anew, as if it had expired: no need to
+            # wait for the server's disk.
+            with suppress(LostError), self._store.transaction(waits_for_disk=False):
+                locked, claimed = self._prepared.execute(
+                    (_LOCK, locking), (_CLAIM, choosing), is_last=True
+                )
+                return locked, claimed
 
     def due_topics(
         self, asked: Sequence[Asked], skipped: Mapping[str, set[int]], now: datetime
@@ -95,8 +207,7 @@ class ClaimStatements:
         :param skipped: the hashes of keys of which nothing is claimed, by topic.
         """
         values = [*self._passed(skipped, now), *_arrays(asked)[:-1], *self._due(now)]
-        (found,) = self._store.execute_all([(_LOOK, values)])
-        return [topic for (topic,) in found]
+        return [topic for (topic,) in self._look(values)]
 
     def claim(
         self,
@@ -130,14 +241,13 @@ class ClaimStatements:
             most_read,
             most_in_all,
             limit,
-            max_bytes,
+            min(max_bytes, ANY_SIZE),
             now,
             self._token,
             until,
         ]
-        ((_, names, *_),), rows = self._store.execute_all(
-            [(_LOCK, [text_array(topics), self._group]), (_CLAIM, choosing)], is_last=True
-        )
+        locking = [text_array(topics), self._group]
+        ((_, names, *_),), rows = self._lock_and_claim(locking, choosing)
         if rows[0][0] and rows[0][1] is None:
             return Claimed(names, most_read, is_refused=True)
         found = [_row_of(*row) for _, *row in rows if row[0] is not None]
@@ -152,6 +262,12 @@ class ClaimStatements:
     def _due(self, now: datetime) -> list[Any]:
         """Return the parameters of ``_DUE``."""
         return [self._group, now, now, self._token]
+
+
+def _numbered(sql: str) -> str:
+    """Return a statement with numbered parameters, as PREPARE takes them."""
+    numbers = itertools.count(1)
+    return re.sub("%s", lambda match: f"${next(numbers)}", sql)
 
 
 def _row_of(
@@ -172,6 +288,14 @@ def _arrays(asked: Sequence[Asked]) -> list[Any]:
     topics, most, above, below = zip(*asked, strict=True)
     return [text_array(topics), array_text(above), array_text(below), array_text(most)]
 
+
+_HOW_TO_PLAN = (
+    "SELECT set_config('plan_cache_mode', 'force_generic_plan', true), "
+    "set_config('enable_seqscan', 'off', true), set_config('enable_sort', 'off', true), "
+    "set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true)"
+)
+"""A plan is made once, whatever the tables hold then: it follows the indexes, in their order, also
+where a small table would be read and sorted sooner. The settings end with the transaction."""
 
 _PASSED = """
 passed AS MATERIALIZED (
@@ -207,13 +331,14 @@ FROM (
     FROM (
         SELECT topic::text FROM kjo_transport_subscription
         WHERE topic = ANY(%s::text[]) AND consumer_group = %s
-        ORDER BY id FOR UPDATE SKIP LOCKED
+        ORDER BY id + 0 FOR UPDATE SKIP LOCKED
     ) AS locked
 ) AS claimed"""
 """Becomes the only claimer of topics until the transaction ends. The next statement is told which,
 since only a statement that begins afterwards sees the leases of the claim before. That one always
 finds its rows by an index, also where there are no statistics yet. The settings end with the
-transaction."""
+transaction. The rows are sorted by an expression, or they would be read in the order of their
+index, all of the table, where sorting is off."""
 
 _CLAIM = f"""
 WITH {_PASSED}, asked AS MATERIALIZED (

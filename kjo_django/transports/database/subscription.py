@@ -253,15 +253,8 @@ class DatabaseSubscription(LeasedSubscription):
         if not due:
             self._plan.note_nothing_due()
             return []
-        # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
-        # for the server's disk.
-        with store_for(self._alias).transaction(waits_for_disk=False):
-            if (statements := self._statements) is not None:
-                topics, records, is_full = self._claim_at_once(
-                    statements, due, limit, max_bytes, below
-                )
-            else:
-                topics, records, is_full = self._claim_step_by_step(due, limit, max_bytes, below)
+        claim = self._claim_step_by_step if self._statements is None else self._claim_at_once
+        topics, records, is_full = claim(due, limit, max_bytes, below)
         has_others = len(topics) < len(due)
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(records), has_others=has_others)
@@ -271,7 +264,6 @@ class DatabaseSubscription(LeasedSubscription):
 
     def _claim_at_once(
         self,
-        statements: claims.ClaimStatements,
         due: list[str],
         limit: int,
         max_bytes: int,
@@ -281,7 +273,8 @@ class DatabaseSubscription(LeasedSubscription):
 
         :raises Collision: also where the answer took so long that the leases may be over soon.
         """
-        asked = self._asked(due, limit, below)
+        statements, asked = self._statements, self._asked(due, limit, below)
+        assert statements is not None
         began, now = self._clock.monotonic(), self._clock.now()
         claimed = statements.claim(
             asked, self._skipped, now, now + self._lease, limit=limit, max_bytes=max_bytes
@@ -353,20 +346,23 @@ class DatabaseSubscription(LeasedSubscription):
     def _claim_step_by_step(
         self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None
     ) -> tuple[Sequence[str], list[Record], bool]:
-        """Claim within the caller's transaction; return the topics that nobody else was claiming,
-        the records, and whether there may be more.
+        """Claim; return the topics that nobody else was claiming, the records, and whether there
+        may be more.
 
         Values above an even share of the limit are read by themselves, once it is known how many
         of these rows it allows.
         """
-        topics = self._lock_topics(due)
-        # Not before the locks: waiting for them takes time.
-        now = self._clock.now()
-        small = max_bytes // limit
-        rows = self._choose(topics, limit, max_bytes, now, below)
-        is_large = [row.id for row in rows if (row.size or 0) > small]
-        large = self._values_of(is_large) if is_large else {}
-        self._take(rows, now)
+        # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
+        # for the server's disk.
+        with store_for(self._alias).transaction(waits_for_disk=False):
+            topics = self._lock_topics(due)
+            # Not before the locks: waiting for them takes time.
+            now = self._clock.now()
+            small = max_bytes // limit
+            rows = self._choose(topics, limit, max_bytes, now, below)
+            is_large = [row.id for row in rows if (row.size or 0) > small]
+            large = self._values_of(is_large) if is_large else {}
+            self._take(rows, now)
         is_full = self._is_full(rows, limit, max_bytes)
         return topics, [self._record_of(row, large) for row in rows], is_full
 
