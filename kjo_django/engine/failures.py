@@ -445,7 +445,7 @@ def _record_birth(
     using = runtime.database
     row = _birth(runtime, attempt, changes, now)
     if row is None:
-        return None, True
+        return None, not _is_born(using, attempt.delivery)
     try:
         with transaction.atomic(using=using):
             Job.objects.using(using).bulk_create([row])
@@ -456,6 +456,16 @@ def _record_birth(
     if attempt.ending is Ending.RETRIED:
         _send_retry(runtime, row)
     return row.pk, True
+
+
+def _is_born(using: str, delivery: Delivery) -> bool:
+    """Return whether another worker has recorded a failure of the same foreign message meanwhile,
+    in the row that this one would have."""
+    if isinstance(delivery, RefusedRecord):
+        return False  # it has no row
+    name = delivery.message.row_name
+    rows = Job.objects.using(using).filter(queue=delivery.queue.retries, unique_id=name)
+    return bool(name) and rows.exists()
 
 
 def _record_row(

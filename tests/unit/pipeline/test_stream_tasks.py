@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from datetime import timedelta
 from typing import Any
@@ -250,3 +251,26 @@ def test_a_task_whose_first_failure_is_recorded_at_the_second_try_is_tried_again
     tasks.run_until_done()
     assert (the_job().pk, the_job().state) == (id, "completed")
     assert entries() == {"a": 1}
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_task_that_dies_in_two_workers_is_one_dead_letter(tasks, monkeypatch):
+    """The second worker had read the entry before the first one's record of it was committed, as
+    one that was frozen does: its dead letter had no job, and stood beside the first."""
+    # Given another worker that records the death of the same task first
+    id = Producer().send_task("a")
+    tasks.failures["a"] = PermanentError("an unsupported format")
+    record = failures.record_failures
+
+    def after_another_one(runtime, attempts, worker):
+        record(runtime, [copy.copy(attempt) for attempt in attempts], "another")
+        record(runtime, attempts, worker)
+
+    monkeypatch.setattr(failures, "record_failures", after_another_one)
+    # When
+    tasks.run()
+    # Then
+    assert DeadLetter.objects.get().job_id == id
+    assert JobFailure.objects.get().job_id == id
+    assert the_job().state == "failed"
