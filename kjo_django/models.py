@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from django.core.checks import CheckMessage
-from django.db import models
+from django.db import models, router
 from django.db.models import F, Q
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
@@ -41,7 +41,8 @@ class StoredModel(models.Model):
         from_queryset: models.QuerySet[Any] | None = None,
     ) -> None:
         """Read the row again; Django does so for each column that was left out."""
-        super().refresh_from_db(using or self._state.db, fields, from_queryset)
+        using = using or self._state.db or router.db_for_write(type(self), instance=self)
+        super().refresh_from_db(using, fields, from_queryset)
 
 
 # --- Jobs -----------------------------------------------------------------------------------------

@@ -112,12 +112,13 @@ def cache(url: str) -> dict[str, Any]:
     }
 
 
+DATABASE_ROUTERS = ["tests.routers.NoReplica"]
 DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memory:"))}
 if os.environ.get("DIRECT_DATABASE_URL"):  # past a pooler
     DATABASES["direct"] = database(os.environ["DIRECT_DATABASE_URL"])
 if os.environ.get("JOBS2_DATABASE_URL"):  # of queues with a database of their own
     DATABASES["jobs2"] = database(os.environ["JOBS2_DATABASE_URL"])
-    DATABASE_ROUTERS = ["tests.ledger.routers.WithItsJob"]
+    DATABASE_ROUTERS.insert(0, "tests.ledger.routers.WithItsJob")
 # Read when REST framework is first imported; its applications are not installed here, so that the
 # rest is seen to work without them (tests/api/settings.py installs them).
 REST_FRAMEWORK = {

@@ -11,6 +11,7 @@ from uuid import UUID
 from django.db import connections, transaction
 from django.db.models import F, Model, QuerySet
 
+from kjo_django.runtime import jobs_database
 from kjo_django.store import store_for
 from kjo_django.values import number
 
@@ -62,11 +63,19 @@ def chunks(selection: QuerySet[Any] | Iterable[Any], size: int = CHUNK) -> Itera
     and may lose or gain rows meanwhile.
     """
     if isinstance(selection, QuerySet):
+        selection = where_written(selection)
         if not selection.query.is_sliced:
             yield from _walk(selection.order_by("pk"), size)
             return
         selection = selection.values_list("pk", flat=True)
     yield from batched((getattr(item, "pk", item) for item in selection), size)
+
+
+def where_written(selection: QuerySet[M]) -> QuerySet[M]:
+    """Return a selection of rows as it reads them where they are written, unless it says where: a
+    router may send reads to a replica."""
+    chosen: Any = selection
+    return selection if chosen._db is not None else selection.using(jobs_database())
 
 
 def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:

@@ -15,7 +15,7 @@ from kjo_django.ids import uuid7
 from kjo_django.logs import get_logger
 from kjo_django.models import Schedule
 from kjo_django.operations.jobs import Outcomes
-from kjo_django.operations.rows import Observer, key_of
+from kjo_django.operations.rows import Observer, key_of, where_written
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.schedules.declarations import (
     COLUMNS,
@@ -182,6 +182,8 @@ def _change_each(
     :param change: changes the locked row, unsaved, and returns what becomes of it.
     """
     runtime, outcomes = current_runtime(), Outcomes()
+    if isinstance(selection, QuerySet):
+        selection = where_written(selection)
     for each in selection:
         with locked(runtime, key_of(each)) as current:
             if current is None:

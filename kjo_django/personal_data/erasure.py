@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from django.apps import apps
-from django.db import transaction
+from django.db import router, transaction
 from django.db.models import Q, QuerySet
 
 from kjo_django import registry
@@ -575,9 +575,9 @@ class _Run:
         from django.contrib.admin.models import LogEntry
 
         of_model = Q(content_type__app_label="kjo_django", content_type__model=model)
-        found = LogEntry.objects.filter(of_model, object_id__in=list(map(str, keys)))
-        ids = list(found.values_list("pk", flat=True))
-        emptied = LogEntry.objects.filter(pk__in=ids)
+        entries = LogEntry.objects.using(router.db_for_write(LogEntry))  # a replica may lack some
+        found = entries.filter(of_model, object_id__in=list(map(str, keys)))
+        emptied = entries.filter(pk__in=list(found.values_list("pk", flat=True)))
         self._add("log_entries", emptied.update(object_repr="[erased]", change_message=""))
 
 

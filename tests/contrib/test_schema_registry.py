@@ -493,8 +493,8 @@ def test_a_worker_on_the_database_runs_a_job(settings, server, sqlite_file, orde
     forget_schemas()
     # When
     worker = Worker(["ledger"])
-    is_completed = Job.objects.filter(state="completed").exists
-    thread = threading.Thread(target=worker.run, args=[is_completed])
+    completed = Job.objects.filter(state="completed")
+    thread = threading.Thread(target=worker.run, args=[lambda: completed.exists()])
     thread.start()
     thread.join(PATIENCE)
     worker.stop()

@@ -118,7 +118,7 @@ def test_counts_look_at_no_more_rows_than_the_limit_and_say_so(monkeypatch):
     """DASHBOARD.md §3."""
     # Given
     JobFactory.create_batch(5, queue="emails")
-    rows = Job.objects.filter(state="pending").order_by("pk")
+    rows = Job.objects.using("default").filter(state="pending").order_by("pk")
     # When
     groups, is_capped = counting.grouped_counts(rows, ("queue",), limit=3)
     # Then
