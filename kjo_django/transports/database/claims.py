@@ -1,10 +1,10 @@
 """Claims on PostgreSQL: a look is one statement, and a claim one round trip.
 
 A claim sends its BEGIN, two statements and its COMMIT as one text, and before these how they are to
-be planned, where the session has them prepared. The first locks the topics that
-nobody else is claiming just then. The second, which sees the leases of every claim before, chooses
-the rows and leases them. What it chooses is what the queries of ``DatabaseSubscription`` choose for
-the other databases.
+be planned, where the session has them prepared. The first locks the topics that nobody else is
+claiming just then. The second, which sees the leases of every claim before, chooses the rows and
+leases them. What it chooses is what the queries of ``DatabaseSubscription`` choose for the other
+databases.
 """
 
 from __future__ import annotations
