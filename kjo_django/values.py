@@ -219,9 +219,9 @@ class Rate:
 
     @property
     def interval(self) -> float:
-        """Seconds from one start to the next where they are evenly spread: longer by a fortieth
-        than the rate says, since a start counts for a little longer than its window."""
-        return 1.025 * self.seconds / self.count
+        """Seconds from one start to the next where they are evenly spread: a little longer than
+        the rate says, since a start counts for up to a two-hundredth longer than its window."""
+        return 1.015 * self.seconds / self.count
 
     @property
     def ahead(self) -> float:

@@ -2,9 +2,9 @@
 
 A permit is taken shortly before its job starts, for a moment on. It is never void: where a start is
 late, it counts when it comes, and one that does not come counts no longer. Two rules hold for each
-rate. Any window of its length has no more starts than its number (a sliding window of counters,
-each of a hundredth of it). And starts are evenly spread, but for what was late, which is caught up
-(GCRA, the generic cell rate algorithm, with a tolerance).
+rate. Any window of its length has no more starts than its number (a sliding window of two hundred
+counters). And starts are evenly spread, but for what was late, which is caught up (GCRA, the
+generic cell rate algorithm, with a tolerance).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 FARTHEST = 5_000_000
 """Microseconds from now of the latest start, or so long as its window."""
-COUNTERS = 100
+COUNTERS = 200
 """Into how many parts a window is divided. A counted start is forgotten up to one part too late."""
 
 

@@ -322,7 +322,10 @@ class Permits:
         before = self.preparation
         if delivery.is_in_transaction and not self._waits_in_transactions:
             before = min(max(0.0, self._took - 2 * self._took_more), LONGEST_PREPARATION)
-        return min(before, min(pace.seconds for pace in limit_state_of(delivery).paces) / 2)
+        state = limit_state_of(delivery)
+        if state.permit is None:
+            before += self._call_took
+        return min(before, min(pace.seconds for pace in state.paces) / 2)
 
     @staticmethod
     def _is_good(state: LimitState, now: float) -> bool:

@@ -69,6 +69,14 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model, QuerySet
 
+WindowChange = tuple[str, str, str, datetime | None]
+"""A change of the starts of a rate: its name, what was read, what is to be written, and until when
+it is kept; None: as long as before."""
+
+
+class _ChangedError(Exception):
+    """Somebody else has written the starts of a rate since they were read."""
+
 
 class Store:
     """The reference implementation; subclasses do the same in fewer round trips.
@@ -827,22 +835,33 @@ class Store:
         found = dict(rows.values_list("name", "starts"))
         return self.server_time(), found
 
-    def write_windows(self, changes: Sequence[tuple[str, str, str, datetime | None]]) -> int:
-        """Write the starts of rates that are what they were read as; return of how many.
+    def write_windows(
+        self, changes: Sequence[WindowChange]
+    ) -> tuple[datetime, dict[str, str]] | None:
+        """Write the starts of rates if all are what they were read as; return None then, else what
+        ``read_windows`` returns of them: nothing is written.
 
-        :param changes: of each its name, what was read, what is to be written, and until when it is
-            kept; None: as long as before.
+        :param changes: at least one.
         """
+        rows = RateWindow.objects.using(self.alias)
+        try:
+            with nullcontext() if len(changes) <= 1 else self.transaction(durable=True):
+                if self._write_unchanged(rows, changes) < len(changes):
+                    raise _ChangedError
+        except _ChangedError:
+            return self.read_windows([name for name, _, _, _ in changes])
+        return None
+
+    @staticmethod
+    def _write_unchanged(rows: QuerySet[RateWindow], changes: Sequence[WindowChange]) -> int:
+        """Write those that are what they were read as; return how many."""
         written = 0
         for start in range(0, len(changes), _WINDOWS):
             some = changes[start : start + _WINDOWS]
             known = [Q(name=name, starts=before) for name, before, _, _ in some]
             starts = [When(name=name, then=Value(after)) for name, _, after, _ in some]
             kept = [When(name=name, then=Value(until)) for name, _, _, until in some if until]
-            rows = RateWindow.objects.using(self.alias).filter(
-                functools.reduce(operator.or_, known)
-            )
-            written += rows.update(
+            written += rows.filter(functools.reduce(operator.or_, known)).update(
                 starts=Case(*starts, output_field=TextField()),
                 expires_at=Case(*kept, default=F("expires_at"), output_field=DateTimeField()),
             )

@@ -22,6 +22,7 @@ from kjo_django.store.base import (
     NOWHERE,
     WORKFLOW_COLUMNS,
     Store,
+    WindowChange,
     refuse_uncompleted,
 )
 from kjo_django.store.rows import (
@@ -733,6 +734,15 @@ class PostgresStore(Store):
             return self.server_time(), {}
         return rows[0][0], {name: starts for _, name, starts in rows}
 
+    def write_windows(
+        self, changes: Sequence[WindowChange]
+    ) -> tuple[datetime, dict[str, str]] | None:
+        """Lock, compare, and write or read in one query."""
+        rows = self._execute(_WRITE_WINDOWS, [list(each) for each in zip(*changes, strict=True)])
+        if not rows:
+            return None
+        return rows[0][0], {name: starts for _, name, starts in rows if starts is not None}
+
     def server_time(self) -> datetime:
         """Return the server's time: the clocks of several hosts may differ."""
         ((now,),) = self._execute("SELECT clock_timestamp()", ())
@@ -1100,6 +1110,27 @@ DELETE FROM kjo_lease USING set_config('synchronous_commit', 'off', true) WHERE 
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
 _READ_WINDOWS = """
 SELECT clock_timestamp(), name, starts FROM kjo_rate_window WHERE name = ANY(%s)
+"""
+# The rows are locked in one order. They are compared as they are once they are locked; no row is
+# answered if all were written.
+_WRITE_WINDOWS = """
+WITH change AS (
+    SELECT * FROM unnest(%s::text[], %s::text[], %s::text[], %s::timestamptz[])
+        AS v (name, before, starts, expires_at)
+), locked AS (
+    SELECT name, starts FROM kjo_rate_window WHERE name IN (SELECT name FROM change)
+    ORDER BY name FOR NO KEY UPDATE
+), written AS (
+    UPDATE kjo_rate_window AS w
+    SET starts = change.starts, expires_at = coalesce(change.expires_at, w.expires_at)
+    FROM change
+    WHERE w.name = change.name AND (SELECT count(*) FROM change) = (
+        SELECT count(*) FROM locked JOIN change USING (name) WHERE locked.starts = change.before
+    )
+    RETURNING w.name
+)
+SELECT clock_timestamp(), name, locked.starts FROM change LEFT JOIN locked USING (name)
+WHERE NOT EXISTS (SELECT FROM written)
 """
 _NAME_SESSION = """
 SELECT CASE WHEN is_safe THEN set_config('application_name', left(%s || ' ' || %s, 63), false) END

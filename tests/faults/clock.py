@@ -62,7 +62,8 @@ class Clock:
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
         for store in (Store, *Store.__subclasses__()):
             monkeypatch.setattr(store, "server_time", lambda store: shifted_now())
-        monkeypatch.setattr(PostgresStore, "read_windows", Store.read_windows)
+        for method in ("read_windows", "write_windows"):
+            monkeypatch.setattr(PostgresStore, method, getattr(Store, method))
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)
         monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))

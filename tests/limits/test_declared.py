@@ -64,15 +64,15 @@ def test_a_wrong_rate_is_refused_with_its_fault(text: Any, fault: str) -> None:
 
 
 def test_starts_are_spread_over_a_little_more_than_their_time() -> None:
-    assert Rate(5, 1).interval == pytest.approx(0.205)
-    assert Rate(100, 60).interval == pytest.approx(0.615)
+    assert Rate(5, 1).interval == pytest.approx(0.203)
+    assert Rate(100, 60).interval == pytest.approx(0.609)
 
 
 def test_what_was_late_is_caught_up_within_half_of_the_time() -> None:
     assert Rate(5, 1).ahead == pytest.approx(0.5)
-    assert Rate(100, 60).ahead == pytest.approx(0.615)
+    assert Rate(100, 60).ahead == pytest.approx(0.609)
     assert Rate(1, 1).ahead == pytest.approx(0.5)
-    assert Rate(5, 1, burst=6).ahead == pytest.approx(5 * 0.205)
+    assert Rate(5, 1, burst=6).ahead == pytest.approx(5 * 0.203)
 
 
 @pytest.mark.parametrize(

@@ -385,3 +385,24 @@ def test_what_takes_long_to_prepare_is_asked_for_longer_ahead(coordination: Coor
     assert permits.soon(deliveries[0]) > max(0.19, least)
     permits.ask(several(1, "1/m"))
     assert coordination.calls[-1][0][0].within > 0.3
+
+
+def test_a_lane_comes_earlier_where_a_permit_has_to_be_asked_for(
+    coordination: Coordination,
+) -> None:
+    """By as long as the call takes: the permit is there when the start is prepared."""
+    # Given calls that take 80 milliseconds
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    asks = coordination.permit
+
+    def slow(*asked: Any) -> list[Permit]:
+        coordination.clock.advance(0.08)
+        return asks(*asked)
+
+    permits._permit = slow
+    permits.ask([first])
+    permits.ask([second])
+    # Then
+    assert permits.has_permit(first)
+    assert not permits.has_permit(second)
+    assert permits.soon(second) == pytest.approx(permits.soon(first) + 0.08)

@@ -2,7 +2,8 @@
 else has written them since.
 
 A process that is the only one to use a rate knows what its row says, and by what time the server
-goes: it writes without reading before, which saves every other round trip.
+goes: it writes without reading before, which saves every other round trip. Where another process
+has written meanwhile, the refused write says what the rows say now.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import RateWindow
-from kjo_django.store.base import Store
+from kjo_django.store.base import Store, WindowChange
 
 LONGEST_NAME = 255
 """Characters of a name that are stored."""
@@ -35,10 +35,6 @@ _KNOWN_WITHIN = 1 / 20
 that may it be wrong by."""
 _MOST_KNOWN = 1_000
 """Rates of which a process knows what their rows say."""
-
-
-class _ChangedError(Exception):
-    """Somebody else has written the starts of a rate since they were read."""
 
 
 class _Known(NamedTuple):
@@ -61,6 +57,8 @@ class _Read(NamedTuple):
 
     now: datetime
     """The server's time."""
+    sent: float
+    """When (monotonic) it was asked for, or so it would have been: the time was told later."""
     at: float
     """When (monotonic) its answer came, or so it would have been."""
     starts: Mapping[str, str]
@@ -89,36 +87,36 @@ class RateWindows:
         paces = {stored_name(name): pace for name, pace in paces_of(asks, used).items()}
         if not paces:
             return []
+        called = time.monotonic()
+        read = self._recall(paces) or self._read(paces)
         for number in range(_WRITES + 1):
             if number > 1:
                 time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
-            read = (self._recall(paces) if not number else None) or self._read(paces)
-            answers = self._permit(asks, used, paces, read)
-            if answers is not None:
-                return answers
+            # The start of a permit lies as long before this reading as before the call, and more.
+            told = [_older(one, read.sent - called - read.later) for one in used]
+            answers, changed = self._permit(asks, told, paces, read)
+            if changed is None:
+                elapsed = time.monotonic() - read.at
+                return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
+            read = changed
         unchanged = CoordinationError("Others have changed these rates each time, too")
         unchanged.may_have_effect = False
         raise unchanged
 
     def _permit(
         self, asks: Sequence[Ask], used: Sequence[Used], paces: Mapping[str, Pace], read: _Read
-    ) -> list[Permit] | None:
-        """Answer the asks by what was read; None, and nothing is changed, if others have written
-        since, or may have."""
+    ) -> tuple[list[Permit], _Read | None]:
+        """Answer the asks by what was read; the answers are void, and nothing is changed, if others
+        have written since, or may have: what the rows say then is returned, too."""
         known = {pace.name: Starts(read.starts[name]) for name, pace in paces.items()}
-        told = [one if one.ago is None else one._replace(ago=one.ago - read.later) for one in used]
-        answers = permit(asks, known, round(read.now.timestamp() * 1e6), told)
+        answers = permit(asks, known, round(read.now.timestamp() * 1e6), used)
         # What is only forgotten is forgotten with the next one that counts.
         if used or any(answer.stamp for answer in answers) or any(ask.replaces for ask in asks):
             after = {name: known[pace.name].text for name, pace in paces.items()}
             asked = {stored_name(name): pace for name, pace in paces_of(asks, ()).items()}
-            is_true = self._write(read, after, asked)
-        else:
-            # Who is told to wait is told so by what others have left.
-            is_true = not read.is_known
-        elapsed = time.monotonic() - read.at
-        waits = [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
-        return waits if is_true else None
+            return answers, self._write(read, after, asked)
+        # Who is told to wait is told so by what others have left.
+        return answers, self._read([*paces]) if read.is_known else None
 
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
         """Return what this process knows of these rates; None where another one may have used
@@ -132,40 +130,50 @@ class RateWindows:
             if known.took > _KNOWN_WITHIN * pace.seconds:
                 return None
             starts[name], ahead, took = known.starts, known.ahead, max(took, known.took)
-        return _Read(_EPOCH + ahead + timedelta(seconds=at), at, starts, took / 2, is_known=True)
+        now = _EPOCH + ahead + timedelta(seconds=at)
+        return _Read(now, at, at, starts, took / 2, is_known=True)
 
-    def _read(self, paces: Mapping[str, Pace]) -> _Read:
+    def _read(self, names: Collection[str]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
         found: dict[str, str] = {}
-        names = sorted(paces)
+        names = sorted(names)
         for start in range(0, len(names), _BATCH):
-            some, began = names[start : start + _BATCH], time.monotonic()
+            some, sent = names[start : start + _BATCH], time.monotonic()
             now, starts = self._store.read_windows(some)
             while missing := [name for name in some if name not in starts]:
                 # Not yet expired: whoever prunes at this moment leaves it.
                 rows = [RateWindow(name=name, expires_at=now + _UNUSED) for name in missing]
                 self._store.insert_missing(rows)
-                began = time.monotonic()
+                sent = time.monotonic()
                 now, starts = self._store.read_windows(some)
             found |= starts
+        return self._note(now, sent, found)
+
+    def _note(self, now: datetime, sent: float, found: Mapping[str, str]) -> _Read:
+        """Remember what rows say.
+
+        :param now: the server's time, as it was told in answer to what was sent then (monotonic).
+        """
         at = time.monotonic()
-        ahead = now - _EPOCH - timedelta(seconds=(began + at) / 2)
+        ahead = now - _EPOCH - timedelta(seconds=(sent + at) / 2)
         if len(self._known) + len(found) > _MOST_KNOWN:
             self._known.clear()
         for name, text in found.items():
             before = self._known.get(name)
             is_own = before is not None and before.starts == text
-            self._known[name] = _Known(text, at, at - began, ahead, is_own)
-        return _Read(now, at, found, 0.0, is_known=False)
+            self._known[name] = _Known(text, at, at - sent, ahead, is_own)
+        return _Read(now, sent, at, found, 0.0, is_known=False)
 
-    def _write(self, read: _Read, starts: Mapping[str, str], asked: Mapping[str, Pace]) -> bool:
-        """Write the starts of rates; return False, and write nothing, where those of one are others
-        by now.
+    def _write(
+        self, read: _Read, starts: Mapping[str, str], asked: Mapping[str, Pace]
+    ) -> _Read | None:
+        """Write the starts of rates; return what the rows say, and write nothing, where those of
+        one are others by now.
 
         :param starts: what is to be written, by name.
         :param asked: the rates that are asked for, and not only told of, by name.
         """
-        changes: list[tuple[str, str, str, datetime | None]] = []
+        changes: list[WindowChange] = []
         for name, before in sorted(read.starts.items()):
             if starts[name] == before:
                 continue
@@ -174,16 +182,24 @@ class RateWindows:
                 kept = timedelta(seconds=2 * (pace.seconds + pace.interval + pace.ahead))
                 until = read.now + kept + _UNUSED
             changes.append((name, before, starts[name], until))
-        try:
-            with nullcontext() if len(changes) <= 1 else self._store.transaction(durable=True):
-                if self._store.write_windows(changes) < len(changes):
-                    raise _ChangedError
-        except _ChangedError:
-            return False
+        if not changes:
+            return None
+        sent = time.monotonic()
+        if (found := self._store.write_windows(changes)) is not None:
+            now, texts = found
+            if len(texts) < len(changes):
+                return self._read(read.starts)  # a row is gone
+            changed = self._note(now, sent, texts)
+            return changed._replace(starts={**read.starts, **texts})
         for name, _, after, _ in changes:
             if (known := self._known.get(name)) is not None:
                 self._known[name] = known._replace(starts=after)
-        return True
+        return None
+
+
+def _older(used: Used, seconds: float) -> Used:
+    """Return what has become of a permit whose start lies so many seconds further back."""
+    return used if used.ago is None else used._replace(ago=used.ago + seconds)
 
 
 _EPOCH = datetime.fromtimestamp(0, tz=UTC)
