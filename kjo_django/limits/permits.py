@@ -244,10 +244,11 @@ class Permits:
         if state.permit is not None:
             self._on_unused(delivery)  # it became old
         moment = ended + answer.wait
-        if moment < state.permit_from - MUCH_EARLIER:
+        is_earlier = moment < state.permit_from - MUCH_EARLIER
+        state.permit, state.permit_from = taken, moment
+        if is_earlier:
             earlier[delivery] = moment - self.soon(delivery)
             state.comes_by = min(state.comes_by, moment + FORGOTTEN_AFTER)
-        state.permit, state.permit_from = taken, moment
 
     def _first_waiting(self, names: Collection[str], now: float) -> list[Starting]:
         """Return the deliveries to ask for, in order, and tell the last of very many when they

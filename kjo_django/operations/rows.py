@@ -72,10 +72,12 @@ def chunks(selection: QuerySet[Any] | Iterable[Any], size: int = CHUNK) -> Itera
 
 
 def where_written(selection: QuerySet[M]) -> QuerySet[M]:
-    """Return a selection of rows as it reads them where they are written, unless it says where: a
-    router may send reads to a replica."""
+    """Return a selection of rows as it reads them where they are written, unless it says where, or
+    has been read: a router may send reads to a replica."""
     chosen: Any = selection
-    return selection if chosen._db is not None else selection.using(jobs_database())
+    if chosen._db is not None or chosen._result_cache is not None:
+        return selection
+    return selection.using(jobs_database())
 
 
 def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:

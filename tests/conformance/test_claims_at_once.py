@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -357,6 +358,52 @@ def test_the_locks_are_found_by_their_index_among_many(alias: str) -> None:
             plan = "\n".join(line for (line,) in cursor.fetchall())
         assert "Filter" not in plan, plan
         assert "consumer_group" in plan
+
+
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_what_renews_and_settles_reads_no_rows_of_others(alias: str, has_statistics: bool) -> None:
+    """FINDINGS 2.11: whichever index it uses, it finds rows by their ids or by its own lease, and
+    the one that is to lock many of them does so in the order of their ids."""
+    with _published(alias) as subscription:
+        TransportMessage.objects.using(alias).bulk_create(
+            TransportMessage(topic="t", consumer_group="g", value=b"{}", headers={})
+            for _ in range(5000)
+        )
+        taken = subscription._new(subscription._claim(100, ANY_SIZE))
+        assert len(taken) == 100
+        if has_statistics:
+            with connections[alias].cursor() as cursor:
+                cursor.execute("ANALYZE kjo_transport_message")
+        # When
+        with _explained(alias) as plans:
+            subscription._renew()
+            with transaction.atomic(using=alias):
+                subscription.acknowledge_in_transaction(taken[:50])
+            subscription.acknowledge(taken[50:])
+            subscription.flush()
+        # Then the rows to be renewed are locked, those are changed, and twice some are deleted
+        locks, *changes = plans
+        assert re.search(r"LockRows.*\n.*Sort.*\n.*Sort Key: id\n", locks), locks
+        assert len(changes) == 3
+        for plan in plans:
+            assert len(re.findall(r"Index Cond: \(.*(lease_token|id = ANY).*\)", plan)) == 1, plan
+            assert "Seq Scan" not in plan, plan
+
+
+@contextmanager
+def _explained(alias: str) -> Iterator[list[str]]:
+    """Yield a list that grows by the plan of each statement about messages meanwhile."""
+    plans: list[str] = []
+
+    def explain(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if "kjo_transport_message" in sql:
+            with connections[alias].connection.cursor() as own:
+                rows = own.execute(f"EXPLAIN {sql}", params).fetchall()
+                plans.append("\n".join(line for (line,) in rows))
+        return execute(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(explain):
+        yield plans
 
 
 def test_a_refused_claim_is_raised_and_the_next_one_works(

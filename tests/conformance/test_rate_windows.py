@@ -230,3 +230,45 @@ def test_a_start_counts_no_later_for_a_call_that_is_made_again(
     pairs = [pair.partition(":") for pair in text.split()[1:]]
     (counted,) = (moment for moment, _, count in pairs if count == "1")
     assert abs(int(counted) / 1e6 - began.timestamp()) <= part_of(ask.paces[0]) / 1e6
+
+
+def test_who_was_refused_thrice_reads_again_after_its_pause(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among many that write a rate, one that paused between its reading and its write was refused
+    again each time, up to an error."""
+    store = store_for(alias)
+    read, write, done = store.read_windows, store.write_windows, list[str]()
+
+    def note_read(names: Any) -> Any:
+        done.append("read")
+        return read(names)
+
+    def refuse(changes: Any) -> Any:
+        done.append("write")
+        return write(changes) if len(done) > 7 else read([name for name, _, _, _ in changes])
+
+    process = RateWindows(store)
+    given(process, ask)
+    monkeypatch.setattr(store, "read_windows", note_read)
+    monkeypatch.setattr(store, "write_windows", refuse)
+    monkeypatch.setattr(windows.time, "sleep", lambda seconds: done.append("pause"))
+    assert given(process, ask)
+    tried = ["read", "write", "write", "write", "pause", "read", "write", "pause", "read", "write"]
+    assert done == tried
+
+
+def test_who_is_told_to_wait_is_told_so_by_what_others_have_left(alias: str) -> None:
+    """Also where the write for another rate of the call was refused."""
+    # Given a process that knows two rates, the second of which is used up
+    asks = [Ask([Pace(f"RATE:{uuid.uuid4()}", 1, 3600.0, 0.001, 3600.0)], 1.0) for _ in range(2)]
+    mine, theirs = RateWindows(store_for(alias)), RateWindows(store_for(alias))
+    given(mine, asks[0]._replace(paces=[asks[0].paces[0]._replace(most=9)]))
+    stamp = given(mine, asks[1])
+    wide = asks[0]._replace(paces=[asks[0].paces[0]._replace(most=9)])
+    mine.permit([wide, asks[1]], ())
+    # When another one gives that back, and uses the first
+    theirs.permit([], [Used(asks[1].paces, stamp, None)])
+    assert given(theirs, wide)
+    # Then both start
+    assert all(answer.stamp for answer in mine.permit([wide, asks[1]], ()))

@@ -406,3 +406,27 @@ def test_a_lane_comes_earlier_where_a_permit_has_to_be_asked_for(
     assert permits.has_permit(first)
     assert not permits.has_permit(second)
     assert permits.soon(second) == pytest.approx(permits.soon(first) + 0.08)
+
+
+def test_what_has_its_permit_is_not_told_to_come_as_early_as_to_ask_for_one(
+    coordination: Coordination,
+) -> None:
+    # Given one that waits, and calls that take 80 milliseconds
+    told: dict[Any, float] = {}
+    permits, (first, second) = coordination.permits(on_earlier=told.update), several(2, "1/m")
+    asks = coordination.permit
+
+    def slow(*asked: Any) -> list[Permit]:
+        coordination.clock.advance(0.08)
+        return asks(*asked)
+
+    permits._permit = slow
+    permits.ask([first])
+    permits.ask([second])
+    assert not permits.has_permit(second)
+    # When the first one gives its permit back, and the next call gets it for the second one
+    permits.give_back([first])
+    permits.ask([second])
+    # Then
+    assert permits.has_permit(second)
+    assert told == {second: second.limit_state.permit_from - permits.soon(second)}

@@ -28,6 +28,8 @@ _UNUSED = timedelta(minutes=10)
 """How long the row of a rate is kept that does not need it any more."""
 _WRITES = 30
 """How often one call writes the starts of rates that somebody else has written meanwhile."""
+_AT_ONCE = 2
+"""How often of these it does so at once, by what the refused write has met."""
 _KNOWN_FOR = 5.0
 """Seconds after which the starts of a rate are read again, and the server's time with them."""
 _KNOWN_WITHIN = 1 / 20
@@ -90,8 +92,10 @@ class RateWindows:
         called = time.monotonic()
         read = self._recall(paces) or self._read(paces)
         for number in range(_WRITES + 1):
-            if number > 1:
+            if number > _AT_ONCE:
+                # A pause between a reading and its write would let others be the first again.
                 time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
+                read = self._read(paces)
             # The start of a permit lies as long before this reading as before the call, and more.
             told = [_older(one, read.sent - called - read.later) for one in used]
             answers, changed = self._permit(asks, told, paces, read)
@@ -190,6 +194,8 @@ class RateWindows:
             if len(texts) < len(changes):
                 return self._read(read.starts)  # a row is gone
             changed = self._note(now, sent, texts)
+            if read.is_known and len(texts) < len(read.starts):
+                return self._read(read.starts)  # the others may have changed, too
             return changed._replace(starts={**read.starts, **texts})
         for name, _, after, _ in changes:
             if (known := self._known.get(name)) is not None:

@@ -62,6 +62,13 @@ def test_a_group_is_followed_once_by_what_waits_for_all_of_it(steps: Steps) -> N
     assert handle.status == "completed"
 
 
+def test_what_follows_a_group_without_members_runs(steps: Steps) -> None:
+    """FINDINGS 2.11: as the page says, since all of its members have completed."""
+    handle = group([]).then(steps.note.step(name="end")).enqueue()
+    assert steps.run() == ["end"]
+    assert handle.status == "completed"
+
+
 def test_a_large_group_has_several_counts_and_one_follower(steps: Steps) -> None:
     handle = (
         group(steps.note.step(name=f"m{n}") for n in range(250))
