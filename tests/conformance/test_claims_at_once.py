@@ -386,7 +386,7 @@ def test_what_renews_and_settles_reads_no_rows_of_others(alias: str, has_statist
         assert re.search(r"LockRows.*\n.*Sort.*\n.*Sort Key: id\n", locks), locks
         assert len(changes) == 3
         for plan in plans:
-            assert len(re.findall(r"Index Cond: \(.*(lease_token|id = ANY).*\)", plan)) == 1, plan
+            assert re.search(r"Index Cond: \(.*(lease_token|id = ANY).*\)", plan), plan
             assert "Seq Scan" not in plan, plan
 
 

@@ -106,6 +106,31 @@ def test_completions_keep_the_workers_they_name(store):
     assert set(Job.objects.values_list("worker", flat=True)) == {""}
 
 
+@pytest.mark.parametrize("token", [None, "me", "you"])
+@pytest.mark.parametrize("is_full", [True, False])
+def test_one_completion_writes_what_it_would_among_others(store, is_full, token):
+    """PostgreSQL has a statement for one, and another one for several."""
+    now = timezone.now()
+    jobs = [
+        JobFactory(queued=True, queued_at=now, lease_token="me", error="before", worker="before")
+        for _ in range(3)
+    ]
+    given = (b"\x00\xff%s", Place("topic", 1, 2, now - MINUTE), 5000, "rack %s") if is_full else ()
+    begun = now - MINUTE if is_full else None
+    alone, *together = [Completion(row_of(job), 2, begun, *(given or (None,))) for job in jobs]
+    # When
+    with transaction.atomic():
+        written = store.complete([alone], now, token=token)
+        written |= store.complete(together, now, token=token)
+    # Then
+    assert written == (set() if token == "you" else {job.pk for job in jobs})
+    names = {"id", "created_at", "available_at", "updated_at"}
+    columns = [field.attname for field in Job._meta.concrete_fields if field.name not in names]
+    rows = Job.objects.order_by("pk").values_list(*columns)
+    first, *others = [tuple(bytes(v) if isinstance(v, memoryview) else v for v in r) for r in rows]
+    assert others == [first, first]
+
+
 @pytest.mark.parametrize("count", [1, 50])
 def test_new_jobs_are_stored_unless_their_unique_id_is_taken(store, count):
     jobs = [JobFactory.build(unique_id=f"{n}", headers={"a": "b"}) for n in range(count)]
