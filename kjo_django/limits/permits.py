@@ -188,7 +188,8 @@ class Permits:
             self._forget(began)
             waiting = self._first_waiting(names, began)
             asks = [self._ask_of(limit_state_of(delivery)) for delivery in waiting]
-        answers, ended = self._call(asks)
+            replaced = [taken for each in waiting if (taken := self._take_old(each)) is not None]
+        answers, ended = self._call(asks, replaced)
         earlier = dict[Starting, float]()
         with self._lock:
             for delivery, ask, answer in zip(waiting, asks, answers, strict=True):
@@ -197,8 +198,23 @@ class Permits:
             self._on_earlier(earlier)
         return len(waiting) >= MOST_ASKED and all(answer.stamp for answer in answers)
 
-    def _call(self, asks: Sequence[Ask]) -> tuple[list[Permit], float]:
-        """Ask coordination, and tell it what was used; return its answers and when they came."""
+    def _take_old(self, delivery: Starting) -> Taken | None:
+        """Return the permit of a delivery that another one is asked for in place of, and has none
+        any more: whoever gives back what it has meanwhile does not return this one, too. The caller
+        holds the lock."""
+        state = limit_state_of(delivery)
+        taken, state.permit = state.permit, None
+        if taken is not None:
+            self._on_unused(delivery)  # it became old
+        return taken
+
+    def _call(
+        self, asks: Sequence[Ask], replaced: Sequence[Taken] = ()
+    ) -> tuple[list[Permit], float]:
+        """Ask coordination, and tell it what was used; return its answers and when they came.
+
+        :param replaced: the permits in place of which others are asked for.
+        """
         began = self._clock.monotonic()
         with self._lock:
             used, self._used = self._used, []
@@ -211,7 +227,7 @@ class Permits:
             # Told twice, what another has counted since might count no longer.
             if not error.may_have_effect:
                 with self._lock:
-                    self._used[:0] = used
+                    self._used[:0] = [*used, *((taken, None) for taken in replaced)]
             raise
         finally:
             ended = self._clock.monotonic()
@@ -241,8 +257,6 @@ class Permits:
                 self._used.append((taken, None))
                 self._on_unused(delivery)
             return
-        if state.permit is not None:
-            self._on_unused(delivery)  # it became old
         moment = ended + answer.wait
         is_earlier = moment < state.permit_from - MUCH_EARLIER
         state.permit, state.permit_from = taken, moment

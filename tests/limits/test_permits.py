@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -430,3 +431,34 @@ def test_what_has_its_permit_is_not_told_to_come_as_early_as_to_ask_for_one(
     # Then
     assert permits.has_permit(second)
     assert told == {second: second.limit_state.permit_from - permits.soon(second)}
+
+
+@pytest.mark.parametrize("way", ["answered", "refused"])
+def test_a_permit_that_is_replaced_just_then_is_returned_once(
+    coordination: Coordination, way: str
+) -> None:
+    """Returned twice, it took another start of the same moment from the count."""
+    # Given one whose permit became old, and a call that asks for another one
+    permits, (first, second) = coordination.permits(), several(2, "1/m")
+    permits.ask([first])
+    old = first.limit_state.permit
+    assert old is not None
+    coordination.clock.advance(0.8)
+    asks = coordination.permit
+
+    def meanwhile(*asked: Any) -> list[Permit]:
+        permits.give_back([first])
+        coordination.is_away = way == "refused"
+        return asks(*asked)
+
+    # When it is given back during that call
+    permits._permit = meanwhile
+    with nullcontext() if way == "answered" else pytest.raises(CoordinationError):
+        permits.ask([first])
+    permits._permit, coordination.is_away = asks, False
+    # Then coordination is told of it once: as what another one is to replace, or as unused
+    permits.ask([second])
+    told = [used.stamp for _, each in coordination.calls for used in each]
+    replaced = [ask.replaces for each, _ in coordination.calls for ask in each]
+    assert [*told, *replaced].count(old.stamp) == 1
+    assert permits.has_permit(second)
