@@ -45,7 +45,7 @@ OUTAGES = (DatabaseError, InterfaceError, OSError, PublishError)
 """What is raised while a server is away; or refuses, which the database tells apart."""
 REFUSALS = 3
 """Times a database that is there may refuse to record one outcome before that counts."""
-DELAY_MIN, DELAY_MAX = 0.2, 30.0
+DELAY_MIN, DELAY_MAX = 0.2, 5.0
 """Seconds before the first try after an outage, and the most this grows to by doubling."""
 UNRECORDED = 0.1
 """Part of its patience for which what has run may stay unrecorded when another handler starts."""

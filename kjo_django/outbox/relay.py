@@ -54,8 +54,11 @@ LONGEST_UNASKED = 1.0
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 LONGEST_BACKOFF = 30.0
-"""Seconds, at most, until what failed is tried again. The first time it is one second, each time
-after that twice as long."""
+"""Seconds, at most, until what was refused is sent again. The first time it is one second, each
+time after that twice as long."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
+"""Seconds until a relay that could not work tries again, and the most this grows to by doubling:
+once the database is back, jobs wait no longer than that."""
 
 LARGE = 1024
 """Bytes of a payload that is not kept until it is recorded that it was published."""
@@ -145,7 +148,7 @@ class Relay:
         self._listen_at = 0.0
         self._is_called = False
         self._failing_since: float | None = None
-        self._failed_until, self._failure_delay = 0.0, 1.0
+        self._failed_until, self._failure_delay = 0.0, FIRST_PAUSE
         self._has_told_of_outage = False
         self._ask_overtaken_at = 0.0
         self._has_backlog = False
@@ -435,7 +438,7 @@ class Relay:
             return self._pause_after(error, began)
         if self._failing_since is not None:
             self._report(None)
-        self._failure_delay, self._failing_since = 1.0, None
+        self._failure_delay, self._failing_since = FIRST_PAUSE, None
         self._leases.busy_since = None
         return delay
 
@@ -462,12 +465,12 @@ class Relay:
         :param began: when the step that met it began (monotonic).
         """
         delay = self._failure_delay
-        message = "The relay cannot work, trying again in %.0f s: %s"
+        message = "The relay cannot work, trying again in %.1f s: %s"
         logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
         self._report(str(error))
         mend_connection(self.runtime.database)
         self._failed_until = self._clock.monotonic() + delay
-        self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False
+        self._failure_delay, self._is_called = min(delay * 2, LONGEST_PAUSE), False
         if self._failing_since is None:
             self._failing_since = began
         # Another relay would publish again what this one has yet to record.
