@@ -188,8 +188,15 @@ class Permits:
             self._forget(began)
             waiting = self._first_waiting(names, began)
             asks = [self._ask_of(limit_state_of(delivery)) for delivery in waiting]
-            replaced = [taken for each in waiting if (taken := self._take_old(each)) is not None]
-        answers, ended = self._call(asks, replaced)
+            old = {each: taken for each in waiting if (taken := self._take_old(each)) is not None}
+        try:
+            answers, ended = self._call(asks)
+        except Exception as error:
+            with self._lock:
+                self._put_back(old, error)
+            raise
+        for delivery in old:
+            self._on_unused(delivery)
         earlier = dict[Starting, float]()
         with self._lock:
             for delivery, ask, answer in zip(waiting, asks, answers, strict=True):
@@ -198,23 +205,31 @@ class Permits:
             self._on_earlier(earlier)
         return len(waiting) >= MOST_ASKED and all(answer.stamp for answer in answers)
 
-    def _take_old(self, delivery: Starting) -> Taken | None:
+    @staticmethod
+    def _take_old(delivery: Starting) -> Taken | None:
         """Return the permit of a delivery that another one is asked for in place of, and has none
         any more: whoever gives back what it has meanwhile does not return this one, too. The caller
         holds the lock."""
         state = limit_state_of(delivery)
         taken, state.permit = state.permit, None
-        if taken is not None:
-            self._on_unused(delivery)  # it became old
         return taken
 
-    def _call(
-        self, asks: Sequence[Ask], replaced: Sequence[Taken] = ()
-    ) -> tuple[list[Permit], float]:
-        """Ask coordination, and tell it what was used; return its answers and when they came.
+    def _put_back(self, old: Mapping[Starting, Taken], error: Exception) -> None:
+        """Let deliveries have the permits again that a call has not replaced, as far as anybody
+        knows; the caller holds the lock. Of those that wait no more nothing is told that may have
+        been: it counts until its moment is over."""
+        has_no_effect = isinstance(error, CoordinationError) and not error.may_have_effect
+        for delivery, taken in old.items():
+            state = limit_state_of(delivery)
+            if self._line.get(id(delivery)) is delivery and state.permit is None:
+                state.permit = taken
+                continue
+            self._on_unused(delivery)
+            if has_no_effect:
+                self._used.append((taken, None))
 
-        :param replaced: the permits in place of which others are asked for.
-        """
+    def _call(self, asks: Sequence[Ask]) -> tuple[list[Permit], float]:
+        """Ask coordination, and tell it what was used; return its answers and when they came."""
         began = self._clock.monotonic()
         with self._lock:
             used, self._used = self._used, []
@@ -227,7 +242,7 @@ class Permits:
             # Told twice, what another has counted since might count no longer.
             if not error.may_have_effect:
                 with self._lock:
-                    self._used[:0] = [*used, *((taken, None) for taken in replaced)]
+                    self._used[:0] = used
             raise
         finally:
             ended = self._clock.monotonic()

@@ -97,6 +97,11 @@ class PublishBackoff(dict[str, tuple[float, float]]):
                 del self[name]
         return [name for name, (until, _) in self.items() if until > now]
 
+    def seconds(self) -> float:
+        """Return how long nothing is to be tried again; infinite, if nothing is left alone."""
+        now = self._clock.monotonic()
+        return min((until - now for until, _ in self.values() if until > now), default=math.inf)
+
 
 def _urgency(job: DueJob) -> int:
     return job.priority or 0
@@ -419,6 +424,7 @@ class Relay:
             awake, topics = self.queues, list[str]()
             if self._queue_backoff or self._topic_backoff:
                 awake, topics = self._awake(), self._topic_backoff.names()
+                longest = min(longest, self._queue_backoff.seconds(), self._topic_backoff.seconds())
             if not was_called:
                 if self._publications.unrecorded:
                     self._publications.record_missing()

@@ -462,3 +462,34 @@ def test_a_permit_that_is_replaced_just_then_is_returned_once(
     replaced = [ask.replaces for each, _ in coordination.calls for ask in each]
     assert [*told, *replaced].count(old.stamp) == 1
     assert permits.has_permit(second)
+
+
+@pytest.mark.parametrize("has_effect", [True, False, None], ids=["unknown", "none", "a bug"])
+def test_a_permit_that_a_call_has_not_replaced_is_replaced_by_the_next_one(
+    coordination: Coordination, has_effect: bool | None
+) -> None:
+    """One call without an answer cost an hourly job an hour."""
+    # Given
+    unused: list[Any] = []
+    permits, (first,) = coordination.permits(on_unused=unused.append), several(1, "1/h")
+    permits.ask([first])
+    coordination.clock.advance(1.0)
+    asks = coordination.permit
+
+    def fail(*asked: Any) -> list[Permit]:
+        if has_effect is None:
+            raise RuntimeError("a bug")
+        coordination.is_away, coordination.has_effect = True, has_effect
+        return asks(*asked)
+
+    # When
+    permits._permit = fail
+    with pytest.raises((CoordinationError, RuntimeError)):
+        permits.ask([first])
+    permits._permit, coordination.is_away = asks, False
+    coordination.clock.advance(1.0)
+    permits.ask([first])
+    # Then
+    assert permits.has_permit(first)
+    assert first.limit_state.permit_from <= coordination.clock.monotonic()
+    assert unused == [first]

@@ -593,6 +593,30 @@ def test_after_an_outage_a_relay_waits_longer_each_time_though_it_is_called(cloc
     assert len(published()) == 1
 
 
+@pytest.mark.parametrize("way", ["raised", "answered"])
+def test_what_a_transport_refuses_is_tried_again_when_its_wait_is_over(clock, monkeypatch, way):
+    """Nobody calls the relay then, and its next look may be an hour away."""
+    # Given
+    relay, tries = at(clock), []
+    relay._settings = replace(relay._settings, poll_interval=timedelta(hours=1))
+
+    def refuse(records):
+        tries.append(clock.passed)
+        if way == "raised":
+            raise PublishError("the broker is away")
+        return [Published(error="the broker is away") for _ in records]
+
+    write.enqueue(job="a")
+    monkeypatch.setattr(get_transport(), "publish", refuse)
+    # When
+    relay.call()
+    while len(tries) < 7:
+        clock.passed += relay.step()
+    # Then
+    waits = [round(after - before, 2) for before, after in pairwise(tries)]
+    assert waits == pytest.approx([1, 2, 4, 8, 16, 30], abs=0.1)
+
+
 def test_a_relay_whose_lease_lapsed_since_it_read_its_batch_leaves_it_to_the_next(
     clock, monkeypatch
 ):
