@@ -215,9 +215,9 @@ class Permits:
         return taken
 
     def _put_back(self, old: Mapping[Starting, Taken], error: Exception) -> None:
-        """Let deliveries have the permits again that a call has not replaced, as far as anybody
-        knows; the caller holds the lock. Of those that wait no more nothing is told that may have
-        been: it counts until its moment is over."""
+        """Give deliveries their permits back whose replacement has failed; the caller holds the
+        lock. The permit of a delivery that has stopped waiting is returned, unless the failed call
+        may have removed it: then it counts until its window is over."""
         has_no_effect = isinstance(error, CoordinationError) and not error.may_have_effect
         for delivery, taken in old.items():
             state = limit_state_of(delivery)

@@ -44,6 +44,8 @@ class Coordination:
     known: dict[str, Starts] = field(default_factory=dict)
     is_away: bool = False
     has_effect: bool = False
+    seconds: float = 0.0
+    """How long it takes to answer."""
 
     def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
         if self.is_away:
@@ -51,6 +53,7 @@ class Coordination:
             error.may_have_effect = self.has_effect
             raise error
         self.calls.append((asks, used))
+        self.clock.advance(self.seconds)
         known = {name: self.known.setdefault(name, Starts()) for name in paces_of(asks, used)}
         return permit(asks, known, round(self.clock.monotonic() * 1e6), used)
 
@@ -394,13 +397,7 @@ def test_a_lane_comes_earlier_where_a_permit_has_to_be_asked_for(
     """By as long as the call takes: the permit is there when the start is prepared."""
     # Given calls that take 80 milliseconds
     permits, (first, second) = coordination.permits(), several(2, "1/m")
-    asks = coordination.permit
-
-    def slow(*asked: Any) -> list[Permit]:
-        coordination.clock.advance(0.08)
-        return asks(*asked)
-
-    permits._permit = slow
+    coordination.seconds = 0.08
     permits.ask([first])
     permits.ask([second])
     # Then
@@ -415,13 +412,7 @@ def test_what_has_its_permit_is_not_told_to_come_as_early_as_to_ask_for_one(
     # Given one that waits, and calls that take 80 milliseconds
     told: dict[Any, float] = {}
     permits, (first, second) = coordination.permits(on_earlier=told.update), several(2, "1/m")
-    asks = coordination.permit
-
-    def slow(*asked: Any) -> list[Permit]:
-        coordination.clock.advance(0.08)
-        return asks(*asked)
-
-    permits._permit = slow
+    coordination.seconds = 0.08
     permits.ask([first])
     permits.ask([second])
     assert not permits.has_permit(second)
