@@ -49,12 +49,12 @@ def stop_on_signals(stopping: threading.Event) -> Callable[[], bool]:
     heard: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if heard:
+        heard.append(number)  # at first: a second signal may come while this one is logged
+        if len(heard) > 1:
             logger.warning("Second signal: stopping at once")
             os._exit(128 + number)
-        logger.info("%s: finishing what runs", signal.Signals(number).name)
-        heard.append(number)
         stopping.set()
+        logger.info("%s: finishing what runs", signal.Signals(number).name)
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
 

@@ -338,3 +338,23 @@ def test_the_first_signal_is_no_second_one_for_a_worker_that_ends_by_itself(monk
     finally:
         has_heard = restore()
     assert has_heard
+
+
+def test_a_second_signal_ends_the_process_while_the_first_one_is_logged(monkeypatch):
+    """It passed for the first one, and the process went on for as long as its jobs may last."""
+    ended: list[int] = []
+    log = supervisor.logger.info
+
+    def log_slowly(*arguments):
+        if not ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(*arguments)
+
+    monkeypatch.setattr(supervisor.os, "_exit", ended.append)
+    monkeypatch.setattr(supervisor.logger, "info", log_slowly)
+    restore = supervisor.stop_on_signals(threading.Event())
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        restore()
+    assert ended == [128 + signal.SIGTERM]
