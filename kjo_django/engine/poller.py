@@ -37,8 +37,10 @@ FULL_WAIT = 0.05
 """Seconds between looks while the worker holds all the records it may hold."""
 FULL_POLL_TIMEOUT = 0.1
 """Seconds one poll waits at most while a partition is full."""
-REVOKE_WAIT = 5.0
-"""Seconds a rebalance waits for running groups; well below every session timeout."""
+REVOKE_WAIT = 1.0
+"""Seconds a rebalance waits for running groups; nothing of the consumer group is read meanwhile.
+What runs for longer is delivered to its partition's new owner, too, whom its lease keeps from
+running it."""
 FIRST_RESTART, LAST_RESTART = 1.0, 30.0
 """Seconds before a poller starts over after a failure, and the most this grows to by doubling. It
 never gives up. Connections to brokers are librdkafka's, by its ``reconnect.backoff.*``."""
@@ -310,7 +312,7 @@ class Poller:
         if lost or self._is_closed:
             return  # a worker that stops has waited for all it is going to wait for
         if not self._scheduler.wait_for(partitions, REVOKE_WAIT):
-            logger.warning("A rebalance did not wait for long jobs of %s", partitions)
+            logger.info("A rebalance did not wait for long jobs of %s", partitions)
         # Of those that have ended meanwhile, some may have been deferred.
         self._scheduler.discard(partitions, subscription)
 

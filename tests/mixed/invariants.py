@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from statistics import mean, median
 
+from kjo_django.outbox.relay import LEASE_TTL
 from tests.mixed.plan import Engine, Work
 
 SOON = 2.0
@@ -131,13 +132,23 @@ class Evidence:
     def undisturbed_since(self, begin: float, end: float) -> float:
         """Return the end of the last disturbance that a wait between two moments may be due to;
         the moment it begun, where there was none."""
+        return max(
+            [begin, *(min(to + 0.001, end) for to in self._ends_of_disturbances(begin, end))]
+        )
+
+    def calms_for(self, begin: float, end: float) -> float:
+        """Return the seconds from a moment on that a wait until another one may last longer, since
+        something was done to workers or servers up to it."""
+        ends = self._ends_of_disturbances(begin, end)
+        return max(0.0, max(ends, default=0.0) + CALM_AFTER - begin)
+
+    def _ends_of_disturbances(self, begin: float, end: float) -> list[float]:
         harmless = () if self.engine.has_partitions else ("ready", "join")
-        mine = [
+        return [
             to
             for since, to, what in self.disturbances
             if since <= end and to >= begin - CALM_AFTER and what not in harmless
         ]
-        return max([begin, *(min(to + 0.001, end) for to in mine)])
 
     def traces_of(self, name: str) -> str:
         """Everything known of a piece of work, for a complaint."""
@@ -380,7 +391,13 @@ def dead_letters_are_published_once(evidence: Evidence) -> Iterator[str]:
 
 def _may_be_published_again(evidence: Evidence, at: float) -> bool:
     """Whether a publisher died, or lost what it was talking to, before it had noted it. It cannot
-    note anything in rows that somebody has locked."""
+    note anything in rows that somebody has locked. Of leases that coordination has forgotten it
+    knows when it asks for them next; another one takes them meanwhile."""
+    if any(
+        what == "flush" and since <= at <= to + FORGOTTEN
+        for since, to, what in evidence.disturbances
+    ):
+        return True
     soon = min(MOST_NOTED, NOTED * _slowness(evidence, at - 1.0, at + NOTED))
     until = at + soon
     for since, to, what in sorted(evidence.disturbances):
@@ -389,6 +406,8 @@ def _may_be_published_again(evidence: Evidence, at: float) -> bool:
     return evidence.was_disturbed(at - 1.0, until, but=HARMLESS)
 
 
+FORGOTTEN = LEASE_TTL.total_seconds() / 3
+"""Seconds a relay goes by its leases after it has taken them."""
 NOTED = 1.0
 """Seconds until it is noted what was published, on a machine that has the time."""
 MOST_NOTED = 3.0
@@ -408,8 +427,7 @@ def idle_queues_are_served_soon(evidence: Evidence) -> Iterator[str]:
         since = evidence.undisturbed_since(at, began)
         slowness = 1 + SHARE * (_slowness(evidence, at, began) - 1)
         limit = SOON * slowness + SLOWER * idle + _wait_for_lock(evidence, at, at + SOON)
-        if since > at:
-            limit += CALM_AFTER
+        limit += evidence.calms_for(since, began)
         if began - since > limit:
             waited = f"{began - since:.2f} s, more than {limit:.2f}"
             yield f"waited {waited}: {evidence.traces_of(name)}"

@@ -176,6 +176,32 @@ def test_a_relay_that_dies_while_others_have_its_rows_locked_may_publish_again()
     assert complaints(found) == []
 
 
+def test_an_idle_queue_may_wait_as_long_right_after_a_disturbance_as_during_one() -> None:
+    # Given a job of an idle queue that waited for three seconds
+    found = evidence()
+    starve(found)
+    # Then it is excused if a worker left shortly before it was enqueued, and not long before
+    found.disturbances = [(106.5, 106.9, "leave")]
+    assert complaints(found) == []
+    found.disturbances = [(103.0, 103.5, "leave")]
+    names = {text.partition(":")[0] for text in complaints(found)}
+    assert names == {"idle_queues_are_served_soon"}
+
+
+def test_two_relays_may_publish_a_record_until_the_first_asks_for_its_forgotten_leases() -> None:
+    # Given a record that was published twice, and coordination that was emptied before
+    found = evidence()
+    publish_twice(found)
+    found.records["mx5x"] = [120.0, 120.2]
+    found.disturbances = [(118.0, 118.1, "flush")]
+    # Then it is excused for as long as a relay does not ask for its leases, and no longer
+    assert [text.partition(":")[0] for text in complaints(found)] == [
+        "records_for_others_are_published_once"
+    ]
+    found.disturbances = [(118.4, 118.5, "flush")]
+    assert complaints(found) == []
+
+
 def test_on_sqlite_a_run_may_outlive_its_lease_while_others_write() -> None:
     # Given a run outside a transaction whose worker said that its lease was over by the end
     found = evidence()
