@@ -387,24 +387,30 @@ class Settings:
         "plain",
         "How publish_event writes events. They are read in every format, whatever it says.",
     )
+    prune_interval: timedelta | None = option(
+        optional_duration,
+        timedelta(hours=1),
+        "How often a worker deletes what is older than the RETENTION_ settings say, as kjo_prune "
+        "does. None: never.",
+    )
     retention_completed: timedelta = option(
-        duration, timedelta(days=7), "kjo_prune: completed and cancelled jobs."
+        duration, timedelta(days=7), "Pruning: completed and cancelled jobs."
     )
     retention_failed: timedelta = option(
-        duration, timedelta(days=30), "kjo_prune: failed jobs and closed dead letters."
+        duration, timedelta(days=30), "Pruning: failed jobs and closed dead letters."
     )
     retention_open_dead_letters: timedelta | None = option(
         optional_duration,
         None,
-        "kjo_prune: dead letters not replayed nor discarded; kept for ever if not given.",
+        "Pruning: dead letters not replayed nor discarded; kept for ever if not given.",
     )
     retention_processed_events: timedelta = option(
         duration,
         timedelta(days=30),
-        "kjo_prune: processed_events; longer than topics keep records.",
+        "Pruning: processed_events; longer than topics keep records.",
     )
     retention_metrics: timedelta = option(
-        duration, timedelta(days=30), "kjo_prune: metric buckets and dead workers."
+        duration, timedelta(days=30), "Pruning: metric buckets and dead workers."
     )
     release: str = option(
         short_text,

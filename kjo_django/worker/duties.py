@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from kjo_django.limits.limiter import Limiter
 from kjo_django.logs import get_logger
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
+from kjo_django.operations.maintenance.prune import prune_in_steps
 from kjo_django.operations.maintenance.rescue import rescue
 from kjo_django.operations.workflows import end_overdue
 from kjo_django.runtime import Runtime, get_transport, set_database
@@ -259,6 +260,39 @@ class Rescuer(LeasedDuty):
     def work_on(self, leases: list[str]) -> None:
         """Rescue."""
         rescue()
+
+
+class Pruner(LeasedDuty):
+    """Deletes rows that are older than their retention, a chunk with each step, as often as
+    ``KJO["PRUNE_INTERVAL"]`` says. Should two workers do so at once, each row is deleted by one of
+    them."""
+
+    leases = ("PRUNE",)
+    FIRST_AFTER = 60.0
+    """Seconds from the start of a worker to its first round: where workers are replaced every few
+    minutes, rows are deleted, too."""
+
+    def __init__(self, runtime: Runtime, token: str, interval: timedelta) -> None:
+        super().__init__(runtime, token, interval.total_seconds())
+        self._due_at = self._clock.monotonic() + min(self.FIRST_AFTER, self.pause)
+        self._steps: Iterator[object] | None = None
+        """Those left of the round that is under way."""
+
+    def work_on(self, leases: list[str]) -> None:
+        """Begin a round."""
+        self._steps = prune_in_steps()
+
+    def step(self) -> float:
+        """Take the next step of a round, or begin one that is due. Half of the time is left to
+        those who wait for the same locks."""
+        pause = super().step()
+        if self._steps is None:
+            return pause
+        steps, self._steps, began = self._steps, None, self._clock.monotonic()
+        if self._is_stopping or next(steps, None) is None:
+            return pause
+        self._steps = steps
+        return self._clock.monotonic() - began
 
 
 class WorkflowDeadlines(LeasedDuty):

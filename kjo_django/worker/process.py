@@ -82,6 +82,7 @@ from kjo_django.worker.duties import (
     LagRecorder,
     LimitDuty,
     LineDuty,
+    Pruner,
     PublishListener,
     Rescuer,
     TopicCheck,
@@ -287,6 +288,8 @@ class Worker:
             RollupMerger(runtime, token),
             WorkflowDeadlines(runtime, token),
         ]
+        if (prune_interval := runtime.settings.prune_interval) is not None:
+            asking.append(Pruner(runtime, token, prune_interval))
         self._alive_threads = [
             DutyThread(runtime, "kjo-alive", [life_sign]),
             DutyThread(runtime, "kjo-heartbeat", [self._heartbeat, self.statistics]),

@@ -131,7 +131,7 @@ def test_every_command_is_one_with_these_arguments() -> None:
         app = known[name]
         command = load_command_class(app, name) if isinstance(app, str) else app
         command.create_parser("manage.py", name).parse_args(arguments)
-    assert {"migrate", "kjo_consume", "kjo_produce", "kjo_prune"} <= {name for name, *_ in found}
+    assert {"migrate", "kjo_consume", "kjo_produce"} <= {name for name, *_ in found}
 
 
 def test_the_settings_are_right_with_the_environment_of_compose() -> None:

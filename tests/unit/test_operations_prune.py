@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
+from django.db import OperationalError
 from django.utils import timezone
 
 from kjo_django.ids import uuid7_floor
@@ -19,8 +22,12 @@ from kjo_django.models import (
     ProcessedEvent,
     Worker,
 )
+from kjo_django.operations import rows
 from kjo_django.operations.maintenance import prune as module
 from kjo_django.operations.maintenance.prune import Retention, prune
+from kjo_django.runtime import current_runtime
+from kjo_django.worker import Worker as ConsumingWorker
+from kjo_django.worker.duties import Pruner
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,
@@ -29,6 +36,7 @@ from tests.factories import (
     ProcessedEventFactory,
     WorkerFactory,
 )
+from tests.unit.deliveries import KJO, SetClock
 
 pytestmark = pytest.mark.django_db
 
@@ -243,3 +251,92 @@ def test_an_override_of_no_time_is_one():
     """Or the settings would decide, without a word."""
     old_job(1, state="completed")
     assert prune(Retention.of_settings(completed=timedelta(0)))["jobs"] == 1
+
+
+# --- By a worker ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock():
+    return SetClock()
+
+
+@pytest.fixture
+def pruner(clock):
+    return Pruner(replace(current_runtime(), clock=clock), "me", timedelta(hours=1))
+
+
+def take_steps(pruner, most=100):
+    """Take the steps of a round, until nothing is due any more."""
+    for _ in range(most):
+        if pruner.step() > 1:
+            return
+    pytest.fail("The round does not end")
+
+
+def test_a_worker_deletes_what_is_old_a_minute_after_its_start_and_then_each_hour(pruner, clock):
+    old_job(8, state="completed")
+    # When less than a minute has passed, nothing is deleted
+    clock.seconds += 59
+    assert pruner.step() == 1
+    assert Job.objects.exists()
+    # Then, soon after, it is
+    clock.seconds += 1
+    take_steps(pruner)
+    assert not Job.objects.exists()
+    # And what is old later goes with the next round
+    old_job(8, state="completed")
+    clock.seconds += 3599
+    assert pruner.step() == 1
+    clock.seconds += 1
+    take_steps(pruner)
+    assert not Job.objects.exists()
+
+
+def test_a_worker_deletes_one_chunk_with_each_step(pruner, clock, monkeypatch):
+    # Given more rows than a chunk has
+    monkeypatch.setattr(rows, "CHUNK", 2)
+    monkeypatch.setattr(module, "CHUNK", 2)
+    for _ in range(5):
+        old_job(8, state="completed")
+    clock.seconds += 60
+    # When
+    left = []
+    while Job.objects.exists():
+        pruner.step()
+        left.append(Job.objects.count())
+    # Then others of its thread had their turn in between
+    assert left == [3, 1, 0]
+
+
+def test_a_worker_that_stops_leaves_the_rest_of_a_round(pruner, clock, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 2)
+    for _ in range(5):
+        old_job(8, state="completed")
+    clock.seconds += 60
+    pruner.step()
+    pruner.wake()
+    take_steps(pruner)
+    pruner.close()
+    assert Job.objects.count() == 3
+
+
+def test_after_an_error_the_next_round_deletes_the_rest(pruner, clock, monkeypatch):
+    old_job(8, state="completed")
+    clock.seconds += 60
+    with monkeypatch.context() as broken:
+        broken.setitem(module._DELETE, Job, Mock(side_effect=OperationalError("away")))
+        with pytest.raises(OperationalError):
+            take_steps(pruner)
+    assert pruner.step() > 1
+    clock.seconds += 3600
+    take_steps(pruner)
+    assert not Job.objects.exists()
+
+
+@pytest.mark.parametrize(("interval", "count"), [(60, 1), (None, 0)])
+def test_workers_prune_unless_the_setting_says_that_they_do_not(settings, interval, count):
+    settings.KJO = {**KJO, "PRUNE_INTERVAL": interval}
+    worker = ConsumingWorker(["ledger"], relay=False)
+    duties = [duty for thread in worker._duty_threads for duty in thread._duties]
+    assert sum(isinstance(duty, Pruner) for duty in duties) == count

@@ -6,7 +6,7 @@ creation. The time of their end must be old enough, too. Several processes may p
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -81,7 +81,37 @@ def prune(
 
     :param dry_run: delete nothing; return how many would be deleted.
     """
-    kept = retention or Retention.of_settings()
+    counts: dict[str, int] = {}
+    for kind, count in prune_in_steps(retention, dry_run=dry_run):
+        if count != counts.get(kind):
+            progress(kind, count)
+        counts[kind] = count
+    return counts
+
+
+def prune_in_steps(
+    retention: Retention | None = None, *, dry_run: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Delete rows older than their retention, a chunk at a time; yield after each chunk, and at the
+    end of each kind, the kind and how many rows of it are deleted so far.
+
+    :param dry_run: delete nothing, and yield how many rows would be deleted.
+    """
+    counts: Counter[str] = Counter()
+    for kind, (selection, order) in _kinds(retention or Retention.of_settings()).items():
+        steps = _counted(selection, order) if dry_run else _deleted(selection, order)
+        for count in steps:
+            counts[kind] += count
+            yield kind, counts[kind]
+        yield kind, counts[kind]
+    if not dry_run and (deleted := {kind: count for kind, count in counts.items() if count}):
+        shown = ", ".join(f"{count:,} {kind}" for kind, count in deleted.items())
+        logger.info("Pruned %s", shown, extra={"pruned": deleted})
+
+
+def _kinds(kept: Retention) -> dict[str, tuple[QuerySet[Any], str]]:
+    """Return the rows of each kind that are older than their retention, and the column by which
+    they are read: "" for their key."""
     using, now = jobs_database(), CLOCK.now()
     metrics_until = ago(now, kept.metrics)
     closed_until = ago(now, kept.failed)
@@ -124,41 +154,27 @@ def prune(
         "leases": (Lease.objects.filter(expires_at__lt=now - LEASES_KEPT), "pk"),
         "marks": (Mark.objects.filter(expires_at__lt=now), "pk"),
     }
-    go = _count if dry_run else _prune
-    counts: dict[str, int] = {}
-    for kind, (selection, order) in kinds.items():
-        counts[kind] = go(selection.using(using), order, functools.partial(progress, kind))
-    if not dry_run and (deleted := {kind: count for kind, count in counts.items() if count}):
-        shown = ", ".join(f"{count:,} {kind}" for kind, count in deleted.items())
-        logger.info("Pruned %s", shown, extra={"pruned": deleted})
-    return counts
+    return {kind: (rows.using(using), order) for kind, (rows, order) in kinds.items()}
 
 
-def _count(rows: QuerySet[Any], order: str, progress: Callable[[int], None]) -> int:
-    """Return how many rows would be deleted."""
-    count = 0
+def _counted(rows: QuerySet[Any], order: str) -> Iterator[int]:
+    """Yield how many rows would be deleted, one chunk after the other."""
     if order:
-        count = rows.order_by().count()
-        progress(count)
+        yield rows.order_by().count()
     else:
-        for keys in chunks(rows, CHUNK):
-            count += len(keys)
-            progress(count)
-    return count
+        yield from map(len, chunks(rows, CHUNK))
 
 
-def _prune(rows: QuerySet[Any], order: str, progress: Callable[[int], None]) -> int:
-    """Delete rows; return how many were.
+def _deleted(rows: QuerySet[Any], order: str) -> Iterator[int]:
+    """Delete rows; yield how many were, after each chunk.
 
     :param order: the column by which they are read; "": by their key, all of them at one time.
     """
     delete: Delete = _DELETE.get(rows.model, _delete)
-    count = 0
     for keys in _heads(rows.order_by(order)) if order else chunks(rows, CHUNK):
         with transaction.atomic(using=rows.db):
-            count += delete(rows, keys)
-        progress(count)
-    return count
+            count = delete(rows, keys)
+        yield count
 
 
 def _ended(jobs: QuerySet[Job], cutoff: datetime) -> QuerySet[Job]:
