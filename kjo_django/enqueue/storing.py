@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -109,6 +109,11 @@ def milliseconds(value: timedelta | int) -> int:
     return value
 
 
+observers: list[Callable[[], None]] = []
+"""Each is called when jobs have been stored, in the transaction of who enqueues them; for tests of
+projects."""
+
+
 def store(
     jobs: Sequence[Job],
     *,
@@ -155,6 +160,8 @@ def store(
     for job, answer in zip(jobs, answers, strict=True):
         job._state.adding, job._state.db = False, alias
         answer.database = alias
+    for observe in observers:
+        observe()
     return answers
 
 
@@ -254,6 +261,8 @@ def store_alike(
         answers: list[JobHandle[Any]] = [JobHandle(id, "queued", database=database) for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
         after_commit(runtime, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
+    for observe in observers:
+        observe()
     return answers
 
 

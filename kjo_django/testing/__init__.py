@@ -1,8 +1,8 @@
 """Helpers for tests of projects, and conformance suites for authors of backends.
 
-``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``run_job`` and ``perform``
-are for a project's tests; ``conformance`` and ``coordination_conformance`` for backends. With
-pytest: ``pytest_plugins = ["kjo_django.testing.pytest_plugin"]``.
+``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``immediate``, ``run_job``
+and ``perform`` are for a project's tests; ``conformance`` and ``coordination_conformance`` for
+backends. With pytest: ``pytest_plugins = ["kjo_django.testing.pytest_plugin"]``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kjo_django.testing.assertions import all_enqueued, assert_enqueued, refute_enqueued
-    from kjo_django.testing.draining import Drained, DrainedRun, drain, perform, run_job
+    from kjo_django.testing.draining import (
+        Drained,
+        DrainedRun,
+        drain,
+        immediate,
+        perform,
+        run_job,
+    )
 
 _PUBLIC = {
     "Drained": "kjo_django.testing.draining",
@@ -20,6 +27,7 @@ _PUBLIC = {
     "all_enqueued": "kjo_django.testing.assertions",
     "assert_enqueued": "kjo_django.testing.assertions",
     "drain": "kjo_django.testing.draining",
+    "immediate": "kjo_django.testing.draining",
     "perform": "kjo_django.testing.draining",
     "refute_enqueued": "kjo_django.testing.assertions",
     "run_job": "kjo_django.testing.draining",
@@ -31,6 +39,7 @@ __all__ = [
     "all_enqueued",
     "assert_enqueued",
     "drain",
+    "immediate",
     "perform",
     "refute_enqueued",
     "run_job",

@@ -121,6 +121,37 @@ def drain(
     return drained
 
 
+@contextlib.contextmanager
+def immediate(*queues: str | Queue, raise_errors: bool = True) -> Iterator[None]:
+    """Run each job as soon as it is enqueued, before ``enqueue()`` returns; usable as a block and
+    as a decorator.
+
+    What is due runs as ``drain`` runs it: in this thread, and in the transaction of who enqueues
+    it. What a handler enqueues runs when the handler has ended. Delayed jobs and retries wait for
+    ``drain``.
+
+    :param queues: only jobs of these.
+    :param raise_errors: a handler's error is raised by ``enqueue()``, once its outcome is recorded.
+    """
+    is_running = False
+
+    def run() -> None:
+        nonlocal is_running
+        if is_running:
+            return  # it is run by the drain that runs who enqueues it
+        is_running = True
+        try:
+            drain(*queues, raise_errors=raise_errors)
+        finally:
+            is_running = False
+
+    storing.observers.append(run)
+    try:
+        yield
+    finally:
+        storing.observers.remove(run)
+
+
 def run_job(job: Job | JobHandle[Any] | EnqueueResult | uuid.UUID | str) -> Any:
     """Run one open job, due or not, and return its result; its error is raised once recorded."""
     key: Any = job.pk if isinstance(job, Job) else getattr(job, "job_id", job)

@@ -21,6 +21,15 @@ def drain_jobs(db: None) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def immediate_jobs(db: None) -> Iterator[None]:
+    """``kjo_django.testing.immediate`` for the whole test, with the database."""
+    from kjo_django.testing import immediate
+
+    with immediate():
+        yield
+
+
+@pytest.fixture
 def enqueued_jobs(db: None) -> Callable[..., Any]:
     """``kjo_django.testing.all_enqueued``, with the database."""
     from kjo_django.testing import all_enqueued

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from django.db import connection, transaction
 
-from kjo_django.testing import drain
-from tests.ledger.jobs import no_op
+from kjo_django import PermanentError, chain
+from kjo_django.models import DeadLetter, Job
+from kjo_django.testing import drain, immediate
+from tests.ledger.jobs import no_op, refuse, write
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job
 
 
 @pytest.mark.django_db
@@ -21,3 +27,85 @@ def test_callbacks_of_the_tests_transaction_stay_as_they_are() -> None:
     assert drain().completed == 30
     # Then
     assert connection.run_on_commit[0][1] is callback
+
+
+# --- At once --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(db: None) -> Iterator[None]:
+    with immediate():
+        yield
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_job_has_run_when_its_enqueue_returns() -> None:
+    handle = write.enqueue(job="a")
+    assert Entry.objects.get().job == "a"
+    assert handle.status == "completed"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_many_jobs_and_the_steps_of_a_chain_run_at_once() -> None:
+    write.enqueue_many([{"job": "a"}, {"job": "b"}])
+    assert sorted(Entry.objects.values_list("job", flat=True)) == ["a", "b"]
+    chain(write.step(job="c"), write.step(job="d")).enqueue()
+    assert [entry.job for entry in Entry.objects.order_by("pk")][2:] == ["c", "d"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_handler_enqueues_runs_when_the_handler_has_ended() -> None:
+    order = []
+
+    def inner() -> None:
+        order.append("inner")
+
+    inner_job = as_job(inner, "test.inner")
+
+    def outer() -> None:
+        inner_job.enqueue()
+        order.append("outer")
+
+    as_job(outer, "test.outer").enqueue()
+    assert order == ["outer", "inner"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_error_of_a_handler_is_raised_by_its_enqueue_once_it_is_recorded() -> None:
+    with pytest.raises(PermanentError, match="this will never work") as raised:
+        refuse.enqueue(job="a")
+    assert DeadLetter.objects.get().error == str(raised.value)
+    # And the next job runs
+    write.enqueue(job="b")
+    assert Entry.objects.get().job == "b"
+
+
+@pytest.mark.django_db
+def test_an_error_is_left_in_the_job_where_the_test_wants_that() -> None:
+    with immediate(raise_errors=False):
+        assert refuse.enqueue(job="a").status == "failed"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_delayed_job_waits_for_drain() -> None:
+    write.using(delay=60).enqueue(job="a")
+    assert not Entry.objects.exists()
+    assert drain(with_delayed=True).completed == 1
+
+
+@pytest.mark.django_db
+def test_only_jobs_of_the_queues_named_run_and_none_after_the_block(settings) -> None:
+    settings.KJO = {**settings.KJO, "QUEUES": {"other": {}}}
+    with immediate("ledger"):
+        no_op.using(queue="other").enqueue()
+        write.enqueue(job="a")
+    write.enqueue(job="b")
+    done = Job.objects.filter(state="completed")
+    assert [job.handler for job in done] == ["ledger.write"]
+
+
+@immediate()
+@pytest.mark.django_db
+def test_as_a_decorator_it_holds_for_the_whole_function() -> None:
+    write.enqueue(job="a")
+    assert Entry.objects.exists()
