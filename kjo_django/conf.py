@@ -369,8 +369,8 @@ class Settings:
     shutdown_grace: timedelta = option(
         duration, timedelta(seconds=10), "Time running jobs get to finish when a worker stops."
     )
-    status_report_interval: timedelta = option(
-        duration, timedelta(seconds=30), "How often kjo_consume prints its status."
+    status_report_interval: timedelta | None = option(
+        optional(duration), None, "How often kjo_consume prints its status. None: not at all."
     )
     rescue_after: timedelta = option(
         duration,

@@ -30,6 +30,8 @@ class FailureFacts:
     """The import path of its type."""
     text: str = ""
     """Its text, of any length; the name of its type where it has none."""
+    shown_text: str = ""
+    """Its text, as long as rows keep it."""
     code: str = ""
     """Its ``code``, or that of its details."""
     details: Any = None
@@ -46,10 +48,12 @@ class FailureFacts:
         if error is None:
             return NO_FAILURE
         code, details = _code_and_details(error)
+        text = storable_text(f"{intro}{text_of(error)}")
         return cls(
             error,
             type=storable_text(import_path(type(error)), 255),
-            text=storable_text(f"{intro}{text_of(error)}"),
+            text=text,
+            shown_text=text[:MAX_ERROR_LENGTH],
             code=code,
             details=details,
             traceback=_traceback_of(error),
@@ -65,12 +69,7 @@ class FailureFacts:
         if self.error is None:
             return ""
         where = _place_of(self.error) if place is None else place
-        return fingerprint_of(handler, import_path(type(self.error)), where, self.text)
-
-    @property
-    def shown_text(self) -> str:
-        """Its text, as long as rows keep it."""
-        return self.text[:MAX_ERROR_LENGTH]
+        return fingerprint_of(handler, self.type, where, self.text)
 
     def columns(self) -> dict[str, Any]:
         """Return the columns that failed attempts and dead letters share."""
@@ -89,7 +88,7 @@ def _code_and_details(error: BaseException) -> tuple[str, Any]:
     def details_of() -> Any:
         described = getattr(error, "to_dict", None)
         found = described() if callable(described) else getattr(error, "details", None)
-        return kept_json(found, MAX_DETAILS)
+        return None if found is None else kept_json(found, MAX_DETAILS)
 
     def code_of() -> str:
         code = getattr(error, "code", None)

@@ -1,5 +1,4 @@
-"""Log records that know their job: whatever logs while a handler runs, however deep below it. And
-a line for each start and end of a job, for those who want to read along.
+"""Log records that know their job: whatever logs while a handler runs, however deep below it.
 
 LOGGING = {
     "filters": {"job": {"()": "kjo_django.contrib.logging.JobContextFilter"}},
@@ -7,23 +6,20 @@ LOGGING = {
     "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["job"], ...}},
     ...
 }
-KJO = {"MIDDLEWARE": ["kjo_django.contrib.logging.log_jobs"], ...}
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable
-from inspect import iscoroutinefunction
+from datetime import datetime
 from typing import Any
 
 from django.core.exceptions import MiddlewareNotUsed
-from django.utils.decorators import sync_and_async_middleware
 
-from kjo_django import signals, tracing
-from kjo_django.logs import get_logger
-from kjo_django.messages.serializers import one_line
+from kjo_django import tracing
 from kjo_django.running_job import running, worker_name
 
 FIELDS = (
@@ -69,7 +65,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         line = {
-            "time": self.formatTime(record),
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -82,57 +78,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-# --- A line for each start and end ----------------------------------------------------------------
-
-jobs = get_logger("kjo_django.jobs")
-
-
-@sync_and_async_middleware
 def log_jobs(call_next: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Log a line for each start and end of a job, to ``kjo_django.jobs``, at the level INFO.
+    """Do nothing: each start and end of a job is logged without it.
 
-    It is for ``KJO["MIDDLEWARE"]``, the first of it. Failed attempts and dead letters have a line
-    without it. Ends are logged when they are committed. Where the logger does not take INFO when a
-    handler is first called, nothing is logged and nothing is spent from then on.
+    It remains for a ``KJO["MIDDLEWARE"]`` that names it.
     """
-    if not jobs.isEnabledFor(logging.INFO):
-        raise MiddlewareNotUsed
-    signals.job_completed.connect(_log_completion, weak=False, dispatch_uid="kjo_log_jobs")
-    signals.job_cancelled.connect(_log_cancellation, weak=False, dispatch_uid="kjo_log_jobs")
-
-    def middleware(context: Any) -> Any:
-        _log_start(context)
-        return call_next(context)
-
-    async def on_loop(context: Any) -> Any:
-        _log_start(context)
-        return await call_next(context)
-
-    return on_loop if iscoroutinefunction(call_next) else middleware
-
-
-def _log_start(context: Any) -> None:
-    for run in getattr(context, "items", [context]):
-        facts = {**run.log_fields}
-        facts |= {"job_id": run.job_id, "handler": run.handler, "attempt": run.attempt}
-        _log("Started", facts | {"queue": run.queue})
-
-
-def _log_completion(*, seconds: float, **facts: Any) -> None:
-    _log("Completed", facts, seconds)
-
-
-def _log_cancellation(**facts: Any) -> None:
-    _log("Cancelled", facts)
-
-
-def _log(what: str, facts: dict[str, Any], seconds: float | None = None) -> None:
-    """Log one line about a job."""
-    attempt = f", attempt {facts['attempt']}" if facts.get("attempt") else ""
-    lasted = "" if seconds is None else f" in {seconds:.3f} s"
-    where = f"(queue {facts['queue']}{attempt}){lasted}"
-    line = one_line(f"{what} {facts['handler']} {facts['job_id']} {where}")
-    extra = {name: facts[name] for name in FIELDS if facts.get(name) is not None}
-    if seconds is not None:
-        extra["seconds"] = round(seconds, 6)
-    jobs.info("%s", line, extra=extra)
+    text = "kjo_django.contrib.logging.log_jobs does nothing: take it out of KJO['MIDDLEWARE']"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    raise MiddlewareNotUsed

@@ -48,7 +48,7 @@ from kjo_django.limits import lines
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
-from kjo_django.messages.serializers import one_line, storable_text
+from kjo_django.messages.serializers import storable_text
 from kjo_django.models import (
     ORIGIN_ID,
     UNKNOWN_HANDLER,
@@ -67,7 +67,6 @@ from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.workflows.countdown import count_ended
 
 logger = get_logger("kjo_django")
-jobs_logger = get_logger("kjo_django.jobs")
 
 MAX_TOPIC = 249
 MAX_HEADER_MESSAGE = 1_000
@@ -134,7 +133,8 @@ def _decide(runtime: Runtime, attempt: Attempt, error: BaseException) -> Decisio
             raise
         # The error has raised when it was looked at. If the attempt did not count, the job would
         # run for ever.
-        logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
+        facts = facts_of(attempt.delivery, attempt.number)
+        logger.exception("An error could not be judged, it is retried", extra=facts)
         if attempt.number >= attempt.limit:
             return Decision(False, timedelta(0), None, "exhausted")
         backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
@@ -235,7 +235,8 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
     for attempt in attempts:
         transport = attempt.delivery.queue.transport
         if not attempt.is_published and get_transport(transport).capabilities.replay:
-            sources[attempt] = source_id(attempt.delivery, _row_id(attempt))
+            row_id = None if attempt.row is None else attempt.row.id
+            sources[attempt] = source_id(attempt.delivery, row_id)
         else:
             attempt.is_published = True
     if not sources:
@@ -252,10 +253,6 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
         _publish_to(runtime, alias, dead)
 
 
-def _row_id(attempt: Attempt) -> UUID | None:
-    return None if attempt.row is None else attempt.row.id
-
-
 def _publish_to(runtime: Runtime, transport: str, attempts: Sequence[Attempt]) -> None:
     """See ``publish_dead_letters``."""
     try:
@@ -269,7 +266,8 @@ def _publish_to(runtime: Runtime, transport: str, attempts: Sequence[Attempt]) -
         attempt.is_published = answer.error is None or answer.is_final
         if answer.error is not None:
             what = "in the table alone" if answer.is_final else "not published, trying again"
-            logger.error("A dead letter is %s: %s", what, answer.error, extra=_facts(attempt))
+            facts = facts_of(attempt.delivery, attempt.number)
+            logger.error("A dead letter is %s: %s", what, answer.error, extra=facts)
 
 
 def record_lost_attempts(runtime: Runtime, orphans: Sequence[Delivery]) -> None:
@@ -321,12 +319,14 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if (step := _ended_step(attempt)) is not None:
             steps.append((attempt, step))
         failures += _failed_attempt(attempt, job_id, now, worker)
-        _call_failure_hook(using, attempt)
+        if attempt.delivery.handler.observes:
+            _call_failure_hook(using, attempt)
         if attempt.ending is Ending.DEAD:
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
-    end_lost(runtime.store, changed)
+    if changed:
+        end_lost(runtime.store, changed)
     JobFailure.objects.using(using).bulk_create(failures)
     if letters:
         runtime.store.insert_missing(letters)
@@ -352,27 +352,12 @@ def _call_failure_hook(using: str, attempt: Attempt) -> None:
     :raises OperationalError: the transaction is not the same any more.
     """
     handler = attempt.delivery.handler
-    if handler.observes:
-        hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
-        call_watched(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
+    hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
+    facts = facts_of(attempt.delivery, attempt.number)
+    call_watched(hook, f"The failure hook of {handler.name} failed", facts)
     if not is_pristine(connections[using]):
         # What comes now would be committed without what was before it.
         raise OperationalError("The transaction was lost while a failure hook was called")
-
-
-def log_failure(attempt: Attempt) -> None:
-    """Leave a line in the log for an attempt that failed: of its retry, or of its dead letter."""
-    facts, error, is_dead = _facts(attempt), attempt.error, attempt.ending is Ending.DEAD
-    which = facts["job_id"] or attempt.delivery.record.position
-    where = f"(queue {facts['queue']}, attempt {attempt.number}) in {attempt.seconds:.3f} s"
-    then = f": {attempt.reason}" if is_dead else f", again at {attempt.retry_at:%F %T} UTC"
-    why = f": {type(error).__name__}: {failure_of(attempt).shown_text}"
-    why = "" if error is None else why
-    # One line, whatever others wrote.
-    line = one_line(f"{facts['handler']} {which} {where}{then}{why}".lstrip())
-    facts["seconds"] = round(attempt.seconds, 6)
-    log = logger.error if is_dead else jobs_logger.warning
-    log("%s %s", "Dead-lettered" if is_dead else "Failed", line, extra=facts)
 
 
 def _was_recorded(using: str, attempt: Attempt) -> bool:
@@ -400,15 +385,6 @@ def failure_of(attempt: Attempt) -> FailureFacts:
     if known is None or known.error is not attempt.error:
         known = attempt.failure = FailureFacts.of(attempt.error)
     return known
-
-
-def _handler_of(delivery: Delivery) -> str:
-    """Return the name of the handler that a message, or a record that cannot be read, is for."""
-    return delivery.message.type or names.text(delivery.record.headers, names.TYPE)
-
-
-def _facts(attempt: Attempt) -> dict[str, Any]:
-    return facts_of(attempt.delivery, attempt.number)
 
 
 _ACTIONS: dict[Ending | None, str] = {
@@ -628,7 +604,8 @@ def dead_letter_of(
     """Return the unsaved row of a delivery that died."""
     delivery, record, facts = attempt.delivery, attempt.delivery.record, failure_of(attempt)
     message = delivery.message
-    handler = _handler_of(delivery)
+    # That of a record that cannot be read is what its header says.
+    handler = message.type or names.text(record.headers, names.TYPE)
     topic, partition, offset = first_place(record)
     return DeadLetter(
         reason=attempt.reason,

@@ -64,6 +64,7 @@ from kjo_django.engine.handler.connections import (
     watching,
 )
 from kjo_django.engine.handler.context import JobContext, facts_of
+from kjo_django.engine.handler.log_lines import jobs_logger, log_end
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -1014,7 +1015,7 @@ class Pipeline:
                 durable.append(attempt)
             elif attempt.ending is Ending.COMPLETED:
                 completed.append(attempt)
-            elif admission.is_to_be_recorded(attempt):
+            elif attempt.ending in FAILURES or admission.is_left_open(attempt):
                 failed.append(attempt)
             else:
                 durable.append(attempt)
@@ -1144,36 +1145,29 @@ class Pipeline:
     def _write_failures(self, attempts: Sequence[Attempt]) -> None:
         """Publish the dead letters, then commit everything about these attempts but those whose
         dead letter was refused by its topic. Where that fails, they stay with their deliveries."""
+        runtime = self._runtime
         try:
-            self._publish_and_write(attempts)
+            failures.publish_dead_letters(runtime, [a for a in attempts if a.ending is Ending.DEAD])
+            writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
+            with recording(runtime.store, calls_handlers=True) as recorded:
+                recorded += writable
+                if duplicates := [a for a in writable if a.ending is Ending.DUPLICATE]:
+                    recorder.complete_open_rows(runtime.database, duplicates)
+                failed = [attempt for attempt in writable if attempt.ending in FAILURES]
+                failures.record_failures(runtime, failed, self._worker)
+                if limited := [a for a in failed if a.delivery.limit_state is not None]:
+                    self._leave_line(limited)
+                recorded[:] = [a for a in writable if a.ending is not Ending.DEFERRED]
+                recorder.acknowledge_within(recorded)
         except Exception:
             for attempt in attempts:
                 attempt.delivery.attempt = attempt
             raise
 
-    def _publish_and_write(self, attempts: Sequence[Attempt]) -> None:
-        """See ``_write_failures``."""
-        runtime = self._runtime
-        failures.publish_dead_letters(runtime, [a for a in attempts if a.ending is Ending.DEAD])
-        writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
-        with recording(runtime.store, calls_handlers=True) as recorded:
-            recorded += writable
-            duplicates = [attempt for attempt in writable if attempt.ending is Ending.DUPLICATE]
-            recorder.complete_open_rows(runtime.database, duplicates)
-            failed = [attempt for attempt in writable if attempt.ending in FAILURES]
-            failures.record_failures(runtime, failed, self._worker)
-            self._leave_line(failed)
-            recorded[:] = [a for a in writable if a.ending is not Ending.DEFERRED]
-            recorder.acknowledge_within(recorded)
-
     def _leave_line(self, attempts: Sequence[Attempt]) -> None:
-        jobs = {
-            attempt.row.id: attempt.row.generation
-            for attempt in attempts
-            if attempt.row is not None and attempt.delivery.limit_state is not None
-        }
-        if jobs:
-            self.limiter.releaser.leave_within(jobs)
+        rows = [attempt.row for attempt in attempts if attempt.row is not None]
+        if rows:
+            self.limiter.releaser.leave_within({row.id: row.generation for row in rows})
 
     # --- Acknowledge, announce, release -----------------------------------------------------------
 
@@ -1230,8 +1224,10 @@ class Pipeline:
             return
         if tracing.tracer is not None:
             tracing.tracer.settled(attempts)
+        logs_all = jobs_logger.isEnabledFor(logging.INFO)
         for attempt in attempts:
-            if attempt.delivery.handler.observes or attempt.ending is not Ending.COMPLETED:
+            is_quiet = attempt.ending is Ending.COMPLETED and not logs_all
+            if attempt.delivery.handler.observes or not is_quiet:
                 _report(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between
         # its commit and its call.
@@ -1325,8 +1321,8 @@ def _report(attempt: Attempt) -> None:
         call_watched(call, f"A hook failed: {handler.name}", facts)
     if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
         _log_without_effect("Skipped", attempt)
-    elif attempt.ending in (Ending.RETRIED, Ending.DEAD):
-        failures.log_failure(attempt)
+    else:
+        log_end(attempt, failures.failure_of(attempt).shown_text)
 
 
 def _log_without_effect(what: str, attempt: Attempt) -> None:

@@ -178,7 +178,8 @@ class LeaseBook:
     def settle(self, deliveries: Iterable[Delivery]) -> None:
         """Give up what deliveries own whose outcomes are durable."""
         left = self._take_out(deliveries)
-        self.let_rows_go(owned.row for _, owned in left if owned.row)
+        if rows := [owned.row for _, owned in left if owned.row]:
+            self.let_rows_go(rows)
         if names := [delivery.lease for delivery, owned in left if owned.claims]:
             self.release(names)
 

@@ -134,7 +134,9 @@ class Record:
     @property
     def place(self) -> tuple[str, int | None, int | None]:
         """Topic, partition and offset; only the topic of a record that was read from none."""
-        return self.position if self.partition != NOWHERE else (self.topic, None, None)
+        if self.partition == NOWHERE:
+            return (self.topic, None, None)
+        return (self.topic, self.partition, self.offset)
 
 
 NOWHERE = -1

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def _memory(used: int, limit: int | None) -> str:
 
 
 class StatusReporter:
-    """Writes the report every so often while there is something to tell.
+    """Writes the report every so often while there is something to tell, where that is asked for.
 
     :param interval: seconds; None for the setting, 0 for never.
     """
@@ -119,7 +119,8 @@ class StatusReporter:
         self._worker = worker
         self._out = out
         if interval is None:
-            interval = worker.runtime.settings.status_report_interval.total_seconds()
+            asked = worker.runtime.settings.status_report_interval
+            interval = 0.0 if asked is None else asked.total_seconds()
         self._interval = interval
         self._as_json = as_json
         self._due = time.monotonic() + self._interval
@@ -143,6 +144,18 @@ class StatusReporter:
         if processed != self._reported or self._worker.scheduler.outstanding:
             self._reported = processed
             self.report()
+
+    def conclude(self) -> None:
+        """Write what the worker has done, once it has stopped: the report, where reports are asked
+        for or are JSON, else one line."""
+        if self._interval or self._as_json:
+            self.report()
+            return
+        (processed, failed, retried), worker = self._worker.statistics.totals(), self._worker
+        lasted = timedelta(seconds=int(worker.statistics.uptime))
+        attempts = f"{processed:,} attempt{'s' * (processed != 1)}"
+        failures = f"{failed + retried:,} failed, {failed:,} for good"
+        self._out.write(f"{worker.name} stopped after {lasted}: {attempts}, {failures}.\n")
 
     def report(self) -> None:
         """Write a report."""

@@ -19,7 +19,7 @@ from django.db.models import Count, QuerySet
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.failure_facts import error_text
+from kjo_django.engine.failures import failure_of
 from kjo_django.logs import get_logger
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime
@@ -87,7 +87,8 @@ class Statistics(PeriodicDuty):
                 self.failed += ending is Ending.DEAD
                 self.retried += ending is Ending.RETRIED
                 if attempt.error is not None:
-                    self.last_error, self.last_error_at = error_text(attempt.error), now
+                    self.last_error = failure_of(attempt).shown_text
+                    self.last_error_at = now
                 if attempt.started_at is None:
                     continue
                 bucket.runs[bisect_right(UPPER_MILLISECONDS, attempt.seconds * 1000)] += 1

@@ -101,7 +101,7 @@ class Reader:
     def consume(self) -> None:
         """Start the worker of the second terminal."""
         self._is_consuming = True
-        command = [self.python, "manage.py", "kjo_consume", "--status-interval", "0"]
+        command = [self.python, "manage.py", "kjo_consume"]
         with self.terminal.open("ab") as terminal:
             self._worker = subprocess.Popen(
                 command, cwd=self.folder, env=self.environment, stdout=terminal, stderr=terminal
@@ -132,6 +132,12 @@ def follow_the_tutorial(reader: Reader) -> None:
         else:
             reader.write(re.findall(r"`([\w/]+\.py)`", before)[-1], code)
     assert "ada@example.com paid 12.50" in reader.shown
+    log = reader.terminal.read_text()
+    for line in (
+        *("INFO Started shop.write_receipt", "INFO Completed shop.write_receipt"),
+        *("WARNING Failed shop.write_receipt", "ERROR Dead-lettered shop.write_receipt"),
+    ):
+        assert re.search(rf"^\d{{4}}-\d\d-\d\d \S+[+-]\d\d:\d\d {line} \S+ \(", log, re.M), log
     assert "5872.8150 euros" in reader.shown  # (12.50 + 7.00 + 500 x 10.00) x 1.17
     assert re.search(r"shop\.convert_order +\S+ +502 +502 completed", reader.shown)
     reader.run(

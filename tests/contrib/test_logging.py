@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from asgiref.sync import sync_to_async
 
-from kjo_django import PermanentError, running_job, signals
+from kjo_django import PermanentError, running_job
 from kjo_django.contrib.logging import FIELDS, JobContextFilter
-from kjo_django.engine.group import send_signals
+from kjo_django.engine.attempt import Abort
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.ledger import jobs as ledger
@@ -231,25 +231,13 @@ def test_a_trace_nobody_can_read_is_none(bench, lines):
 # --- A line for each start and end ----------------------------------------------------------------
 
 
-@pytest.fixture
-def speaking(settings, bench, monkeypatch):
-    """A worker with the middleware that logs each start and end."""
-    path = "kjo_django.contrib.logging.log_jobs"
-    made = reconfigured(settings, bench, MIDDLEWARE=[path])
-    monkeypatch.setattr(made.pipeline, "_listeners", [made.outcomes.extend, send_signals])
-    yield made
-    made.close()
-    for signal in (signals.job_completed, signals.job_cancelled):
-        signal.disconnect(dispatch_uid="kjo_log_jobs")
-
-
 def of_jobs(lines):
     return [record for record in lines.records if record.name == "kjo_django.jobs"]
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=["atomic", "outside"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_each_start_and_end_and_failure_is_a_line(speaking, lines, options, is_async):
+def test_each_start_and_end_and_failure_is_a_line(bench, lines, options, is_async):
     # Given
     def fails_once(name):
         if name == "a" and len(of_jobs(lines)) < 2:
@@ -262,7 +250,7 @@ def test_each_start_and_end_and_failure_is_a_line(speaking, lines, options, is_a
     definition = as_job(handler, "bench.pay", max_attempts=2, **options)
     job_id = str(definition.enqueue(name="a").job_id)
     # When
-    speaking.run_until_done()
+    bench.run_until_done()
     # Then
     found = of_jobs(lines)
     texts = [re.sub(r"\d+\.\d{3} s", "0.1 s", record.getMessage()) for record in found]
@@ -286,33 +274,54 @@ def test_a_dead_letters_line_names_handler_queue_attempt_and_seconds(bench, line
 
 
 def test_a_failed_attempt_is_logged_without_any_setting(bench, lines):
-    # Given a handler that fails once, and no middleware
+    # Given a handler that fails once
     def fails_once():
-        if not of_jobs(lines):
+        if len(of_jobs(lines)) == 1:
             raise ValueError("not\nyet")
 
     job_id = as_job(fails_once, "bench.pay", max_attempts=2).enqueue().job_id
     # When
     bench.run_until_done()
     # Then one line says what failed and when it runs again
-    (found,) = of_jobs(lines)
+    (found,) = [record for record in of_jobs(lines) if record.levelname == "WARNING"]
     failed = re.escape(f"Failed bench.pay {job_id} (queue ledger, attempt 1) in ")
     expected = failed + r"\d\.\d{3} s, again at [\d-]{10} [\d:]{8} UTC: ValueError: not\\nyet"
     assert re.fullmatch(expected, found.getMessage())
-    assert found.levelname == "WARNING"
     assert found.job_id == str(job_id) and found.attempt == 1 and found.seconds >= 0
 
 
-def test_a_logger_that_takes_no_information_costs_no_start_and_no_completion(speaking, lines):
+def test_a_logger_that_takes_no_information_logs_no_start_and_no_completion(bench, lines):
     logging.getLogger("kjo_django.jobs").setLevel(logging.WARNING)
     try:
         as_job(lambda: None).enqueue()
-        speaking.run()
+        bench.run()
         assert of_jobs(lines) == []
-        # Other tests may have left listeners of their own.
-        assert "kjo_log_jobs" not in [key for (key, _), *_ in signals.job_completed.receivers]
     finally:
         logging.getLogger("kjo_django.jobs").setLevel(logging.NOTSET)
+
+
+def test_a_run_that_is_cancelled_has_a_line(bench, lines):
+    # Given a job that is cancelled while it runs
+    def cancelled(context):
+        context.abort(Abort.CANCELLED)
+        context.raise_if_aborted()
+
+    job_id = as_job(cancelled, "bench.pay", takes_context=True).enqueue().job_id
+    # When
+    bench.run()
+    # Then
+    (found,) = [r for r in of_jobs(lines) if r.getMessage().startswith("Cancelled")]
+    which = f"Cancelled bench.pay {job_id} (queue ledger, attempt 1) in "
+    assert found.getMessage().startswith(which) and found.levelname == "INFO"
+
+
+def test_a_middleware_of_earlier_releases_does_nothing(settings, bench, lines):
+    made = reconfigured(settings, bench, MIDDLEWARE=["kjo_django.contrib.logging.log_jobs"])
+    as_job(lambda: None, "bench.pay").enqueue()
+    with pytest.warns(DeprecationWarning, match="take it out"):
+        made.run()
+    made.close()
+    assert [r.getMessage().split()[0] for r in of_jobs(lines)] == ["Started", "Completed"]
 
 
 # --- The page -------------------------------------------------------------------------------------

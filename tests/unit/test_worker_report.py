@@ -145,8 +145,9 @@ def test_the_limit_is_the_containers(tmp_path, v2, v1, expected):
     assert memory_limit(tuple(places)) == (expected or machine)
 
 
-def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch):
+def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch, settings):
     """KJO-77."""
+    settings.KJO = {**KJO, "STATUS_REPORT_INTERVAL": 30}
     clock = [100.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
     out, busy = StringIO(), printed()
@@ -154,7 +155,7 @@ def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch)
     reporter.report_if_due()
     clock[0] += 29.9
     reporter.report_if_due()
-    assert out.getvalue() == ""  # every 30 s, if not told otherwise
+    assert out.getvalue() == ""
     clock[0] += 0.2
     reporter.report_if_due()
     assert json.loads(out.getvalue())["processed"] == 1247
@@ -165,15 +166,29 @@ def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch)
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_zero_is_never(monkeypatch):
+@pytest.mark.parametrize(("asked", "interval"), [(None, None), (30, 0)])
+def test_nobody_who_has_not_asked_gets_a_report(monkeypatch, settings, asked, interval):
     """KJO-77: --status-interval 0."""
+    settings.KJO = {**KJO, "STATUS_REPORT_INTERVAL": asked}
     clock = [100.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
     out = StringIO()
-    reporter = StatusReporter(printed(), out, interval=0)
+    reporter = StatusReporter(printed(), out, interval)
     clock[0] += 1e6
     reporter.report_if_due()
     assert out.getvalue() == ""
+    reporter.conclude()
+    what = "1,247 attempts, 27 failed, 23 for good"
+    assert out.getvalue() == f"EmailConsumer stopped after 0:30:00: {what}.\n"
+
+
+@pytest.mark.parametrize(("interval", "as_json"), [(5, False), (0, True)])
+def test_the_last_report_is_written_when_the_worker_stops(interval, as_json):
+    out = StringIO()
+    reporter = StatusReporter(printed(), out, interval, as_json)
+    reporter.conclude()
+    assert ("Total Processed" in out.getvalue()) is not as_json
+    assert not as_json or json.loads(out.getvalue())["processed"] == 1247
 
 
 def test_an_error_that_quotes_others_is_one_line_without_commands():

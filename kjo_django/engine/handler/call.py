@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from kjo_django.clock import CLOCK
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
 from kjo_django.engine.handler.connections import watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
+from kjo_django.engine.handler.log_lines import jobs_logger, log_starts
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.enqueue.storing import AfterCommit
 from kjo_django.exceptions import (
@@ -203,6 +205,8 @@ def call_step(
     runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
     if not runs:
         return None
+    if jobs_logger.isEnabledFor(logging.INFO):
+        log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
     for _, run in runs:
         run.is_shared = is_shared
@@ -233,6 +237,8 @@ async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attem
     runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
     if not runs:
         return
+    if jobs_logger.isEnabledFor(logging.INFO):
+        log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
     began = time.perf_counter()
     try:

@@ -284,7 +284,9 @@ def answers(using: str) -> bool:
     its server takes no writes any more."""
     connection = connections[using]
     try:
-        if connection.connection is not None and not is_usable(connection):
+        if connection.connection is not None:
+            if is_usable(connection):
+                return True
             drop(connection)
         connection.ensure_connection()
         return is_usable(connection)

@@ -24,6 +24,7 @@ from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from kjo_django.exceptions import KjoError
+from kjo_django.management.console_log import logged_to_stderr
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
 from kjo_django.runtime import UnknownDatabaseError, databases, use_database
@@ -125,6 +126,8 @@ class ParsedCommand(BaseCommand):
     requires_system_checks: tuple[str, ...] = ("kjo",)
     without_database: ClassVar[str] = "the first of them if not given"
     """What ``--help`` says of a command without ``--database``."""
+    writes_log: ClassVar[bool] = False
+    """Whether it runs on and on, and so writes what is logged with its time."""
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return the parser of the command line."""
@@ -148,11 +151,16 @@ class ParsedCommand(BaseCommand):
                     options[action.dest] = action.type(given)
                 except (ArgumentTypeError, TypeError, ValueError) as error:
                     raise CommandError(f"{action.dest}: {error}", returncode=2) from error
+        log = nullcontext() if not self.writes_log else _log_of(options)
         try:
-            with using(options.get("database")):
+            with using(options.get("database")), log:
                 return super().execute(*args, **options)
         except UnknownDatabaseError as error:
             raise CommandError(str(error), returncode=2) from error
+
+
+def _log_of(options: dict[str, Any]) -> AbstractContextManager[object]:
+    return logged_to_stderr(int(options.get("verbosity") or 0), as_json=bool(options.get("json")))
 
 
 def using(database: str | None) -> AbstractContextManager[object]:

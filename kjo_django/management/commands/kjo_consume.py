@@ -27,12 +27,16 @@ from kjo_django.runtime import database_of, jobs_database, refuse_elsewhere, use
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
 
-REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERVAL'] if not given."
+REPORTS = (
+    "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERVAL'] if not given, "
+    "and none without that."
+)
 
 
 class Command(ParsedCommand):
     """Run jobs until stopped: one process, or ``--processes``, for each database of the queues."""
 
+    writes_log = True
     without_database = "all of them if not given"
     help = "Consume queues: run their jobs, and relay committed ones, until stopped."
 
@@ -160,7 +164,7 @@ class Command(ParsedCommand):
             return bool(options["drain"]) and worker.is_drained()
 
         code = worker.run(until, reporter.announce)
-        reporter.report()
+        reporter.conclude()
         return WAS_SIGNALLED if is_supervised and worker.was_signalled and not code else code
 
 

@@ -50,6 +50,7 @@ class Command(ParsedCommand):
     relay: 0 stopped, 70 it has died.
     """
 
+    writes_log = True
     without_database = "all of them if not given"
     help = (
         "Without a producer: run the relay, which publishes committed jobs to their transports. "

@@ -35,6 +35,7 @@ class Command(KjoCommand):
     Workers do the former too, unless they have ``--no-schedules``. Any number may.
     """
 
+    writes_log = True
     without_database = "if not given, all of them, and for an action the first"
     help = (
         "Store the jobs of due schedules until stopped. With an action: list the schedules, show "

@@ -31,7 +31,7 @@ FROM, TO = 1 / 3, 0.9
 def run(count: int, processes: int) -> dict[str, float]:
     """Drain the topic with so many worker processes."""
     command = [sys.executable, "-m", "django", "kjo_consume", "ledger", "--no-relay"]
-    command += ["--processes", str(processes), "--status-interval", "0"]
+    command += ["--processes", str(processes), "--verbosity", "0"]
     queues.pause("ledger")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ) as process:
         try:

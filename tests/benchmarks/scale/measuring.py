@@ -214,7 +214,7 @@ class _Measurement:
     def _commands(self) -> dict[str, list[str]]:
         point, found = self._point, {}
         for number in range(point.workers):
-            command = ["kjo_consume", "ledger", "--no-relay", "--status-interval", "0"]
+            command = ["kjo_consume", "ledger", "--no-relay", "--verbosity", "0"]
             found[f"worker{number}"] = [PROGRAM, *command]
         for number, queues in enumerate(point.relays):
             found[f"relay{number}"] = [PROGRAM, "kjo_produce", *queues]
