@@ -372,6 +372,11 @@ class Settings:
     status_report_interval: timedelta | None = option(
         optional(duration), None, "How often kjo_consume prints its status. None: not at all."
     )
+    job_log_lines: int = option(
+        whole(0),
+        100,
+        "Lines, logged while a job runs, that are kept with an attempt that fails. 0: none.",
+    )
     rescue_after: timedelta = option(
         duration,
         timedelta(minutes=15),

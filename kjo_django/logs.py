@@ -10,6 +10,7 @@ import traceback
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kjo_django.exceptions import JobTimeoutError
@@ -51,6 +52,12 @@ class Logger(_Adapter):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         with contained(msg):
             self.logger.log(level, msg, *args, **kwargs)
+
+
+def stamp(moment: float) -> str:
+    """Return a time (seconds since 1970) in the process's time zone, to the millisecond, with the
+    offset of that zone."""
+    return datetime.fromtimestamp(moment).astimezone().isoformat(" ", "milliseconds")
 
 
 def get_logger(name: str) -> Logger:

@@ -408,6 +408,13 @@ class JobFailure(StoredModel):
         help_text=_("What the error's to_dict() returned, or its details."),
     )
     traceback = models.TextField(_("traceback"), blank=True, default="")
+    log = models.TextField(
+        _("log"),
+        blank=True,
+        default="",
+        db_default="",  # a worker of the release before does not name the column
+        help_text=_("The last lines that were logged while it ran."),
+    )
     started_at = models.DateTimeField(_("started at"), null=True, blank=True)
     failed_at = models.DateTimeField(_("failed at"), default=timezone.now)
     retry_at = models.DateTimeField(_("retry at"), null=True, blank=True)

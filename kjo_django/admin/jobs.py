@@ -51,7 +51,7 @@ class JobFailureInline(BaseInline):
         """Show tracebacks only to those who may see payloads."""
         fields = ["generation", "attempt", "error_type", "shown_error", "worker"]
         fields += ["failed_at", "retry_at"]
-        return fields + (["shown_traceback"] if may_see_payloads(request) else [])
+        return fields + (["shown_traceback", "shown_log"] if may_see_payloads(request) else [])
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Failures are history."""
@@ -63,7 +63,7 @@ class JobFailureInline(BaseInline):
         """
         rows = super().get_queryset(request).using(jobs_database())
         if not may_see_payloads(request):
-            rows = rows.defer("traceback")
+            rows = rows.defer("traceback", "log")
         job = self._job_of(request)
         if job is None:
             return rows.none()
@@ -99,6 +99,11 @@ class JobFailureInline(BaseInline):
     def shown_traceback(self, failure: JobFailure) -> SafeString:
         """Return where it was raised."""
         return show_text(failure.traceback)
+
+    @admin.display(description=_("log"))
+    def shown_log(self, failure: JobFailure) -> SafeString:
+        """Return the last lines that were logged in it."""
+        return show_text(failure.log)
 
 
 def may_see_payloads(request: HttpRequest) -> bool:

@@ -198,6 +198,7 @@ Attempt = shape(
     "A failed attempt.",
     **columns(JobFailure, OF_ATTEMPTS),
     traceback=serializers.CharField(allow_blank=True, required=False, help_text=WITH_PAYLOADS),
+    log=serializers.CharField(allow_blank=True, required=False, help_text=WITH_PAYLOADS),
 )
 JobLetter = shape(
     "JobLetter",
@@ -471,7 +472,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
 
 
 def _failures(job: Job, sees_payloads: bool) -> list[dict[str, Any]]:
-    names = (*OF_ATTEMPTS, "traceback") if sees_payloads else OF_ATTEMPTS
+    names = (*OF_ATTEMPTS, "traceback", "log") if sees_payloads else OF_ATTEMPTS
     rows = JobFailure.objects.using(jobs_database()).filter(job=job).order_by("-pk").only(*names)
     found = list(rows[:HISTORY])[::-1]
     if not sees_payloads:

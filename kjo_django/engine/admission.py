@@ -12,6 +12,7 @@ from kjo_django import states
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import (
+    FAILURES,
     Attempt,
     Delivery,
     Ending,
@@ -265,7 +266,13 @@ def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -
     return row.expires_at is not None and row.expires_at <= CLOCK.now()
 
 
-def is_left_open(attempt: Attempt) -> bool:
+def is_to_be_recorded(attempt: Attempt) -> bool:
+    """Return whether the rows do not know yet how an attempt without effects has ended, and are to
+    know it: it has failed, or its job's row is left open."""
+    return attempt.ending in FAILURES or _is_left_open(attempt)
+
+
+def _is_left_open(attempt: Attempt) -> bool:
     """Return whether the row of a duplicate of a message that nobody enqueued here waited for the
     very attempt it asks for.
 

@@ -288,6 +288,8 @@ class Attempt:
     error: BaseException | None = None
     failure: FailureFacts | None = None
     """What is kept of an error, once it is written somewhere; see ``failures.failure_of``."""
+    log_lines: Sequence[str] | None = None
+    """The last lines that were logged in its run; None: there were none."""
     abort_reason: Abort | None = None
     """Why its run was asked to end early, if it was."""
 

@@ -31,6 +31,7 @@ from kjo_django.engine.attempt import (
 from kjo_django.engine.handler.call import call_watched
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.engine.handler.context import facts_of
+from kjo_django.engine.handler.job_log import log_of
 from kjo_django.engine.recorder import end_lost, publication
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import only_in_rows, row_key
@@ -319,14 +320,12 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if (step := _ended_step(attempt)) is not None:
             steps.append((attempt, step))
         failures += _failed_attempt(attempt, job_id, now, worker)
-        if attempt.delivery.handler.observes:
-            _call_failure_hook(using, attempt)
+        _call_failure_hook(using, attempt)
         if attempt.ending is Ending.DEAD:
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
-    if changed:
-        end_lost(runtime.store, changed)
+    end_lost(runtime.store, changed)
     JobFailure.objects.using(using).bulk_create(failures)
     if letters:
         runtime.store.insert_missing(letters)
@@ -352,6 +351,8 @@ def _call_failure_hook(using: str, attempt: Attempt) -> None:
     :raises OperationalError: the transaction is not the same any more.
     """
     handler = attempt.delivery.handler
+    if not handler.observes:
+        return
     hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
     facts = facts_of(attempt.delivery, attempt.number)
     call_watched(hook, f"The failure hook of {handler.name} failed", facts)
@@ -576,6 +577,7 @@ def _failed_attempt(attempt: Attempt, job_id: Any, now: datetime, worker: str) -
         started_at=attempt.started_at,
         failed_at=now,
         retry_at=attempt.retry_at,
+        log=log_of(attempt.log_lines) if attempt.log_lines else "",
         **facts.columns(),
     )
     return [failure]

@@ -368,6 +368,7 @@ class Pipeline:
                 limit=context.max_attempts,
                 started_at=CLOCK.now() - timedelta(seconds=seconds),
                 seconds=seconds,
+                log_lines=context.log_lines,
             )
             error: Exception = HandlerTimeout(
                 "The handler exceeded its timeout and could not be interrupted; its thread was "
@@ -1015,7 +1016,7 @@ class Pipeline:
                 durable.append(attempt)
             elif attempt.ending is Ending.COMPLETED:
                 completed.append(attempt)
-            elif attempt.ending in FAILURES or admission.is_left_open(attempt):
+            elif admission.is_to_be_recorded(attempt):
                 failed.append(attempt)
             else:
                 durable.append(attempt)

@@ -107,7 +107,7 @@ def failure_of(id: str, job: Job) -> JobFailedError:
 
 def facts_of_failure(job: Job) -> dict[str, Any]:
     """Return the facts of the latest failed attempt of the job's present generation."""
-    rows = JobFailure.objects.using(jobs_database()).defer("traceback")
+    rows = JobFailure.objects.using(jobs_database()).defer("traceback", "log")
     found = rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
     if found is None:
         return {}

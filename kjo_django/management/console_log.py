@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+
+from django.utils.module_loading import import_string
+
+from kjo_django.logs import stamp
 
 LEVELS = (logging.WARNING, logging.INFO)
 """From which level on a line is written, by ``--verbosity``; DEBUG above."""
@@ -19,7 +22,7 @@ class TextFormatter(logging.Formatter):
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """Return the record's time, to the millisecond, and the offset of its zone."""
-        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
+        return stamp(record.created)
 
 
 @contextmanager
@@ -40,11 +43,8 @@ def logged_to_stderr(verbosity: int, *, as_json: bool = False) -> Iterator[None]
         return
     handler, level = logging.StreamHandler(), logger.level
     if as_json:
-        # Not at the top of the module: most workers have no use for it.
-        from kjo_django.contrib.logging import JobContextFilter, JsonFormatter
-
-        handler.addFilter(JobContextFilter())
-        handler.setFormatter(JsonFormatter())
+        handler.addFilter(import_string("kjo_django.contrib.logging.JobContextFilter")())
+        handler.setFormatter(import_string("kjo_django.contrib.logging.JsonFormatter")())
     else:
         handler.setFormatter(TextFormatter())
     logger.addHandler(handler)

@@ -400,7 +400,8 @@ class _Run:
             self._add("failures", failures.order_by()._raw_delete(self._using))
             self._add("jobs", rows.order_by()._raw_delete(self._using))
             return
-        self._add("failures", failures.update(error="", code="", details=None, traceback=""))
+        nothing = dict.fromkeys(("error", "code", "traceback", "log"), "")
+        self._add("failures", failures.update(details=None, **nothing))
         texts = {"key": "", "unique_id": None, "result": None, "headers": None, "error": ""}
         self._add("jobs", rows.update(payload=b"redacted", content_type=ERASED, **texts))
         for job in taken:

@@ -48,6 +48,7 @@ from kjo_django.engine.group import (
     Pipeline,
     send_signals,
 )
+from kjo_django.engine.handler import job_log
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.running import SETTLED_AFTER
@@ -335,6 +336,7 @@ class Worker:
         with (
             garbage_collection.seldom() if self._owns_process else nullcontext(),
             use_database(self.runtime.database),
+            job_log.kept(self.runtime.settings.job_log_lines),
         ):
             self._start()
             try:

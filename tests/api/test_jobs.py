@@ -68,17 +68,18 @@ def test_what_a_job_holds_needs_the_permission_for_payloads(login: Login) -> Non
     job = JobFactory(
         completed=True, payload=secret, result=dump_result({"api_key": "k", "a": 1}), headers={}
     )
-    JobFailureFactory(job=job, traceback="File x")
+    JobFailureFactory(job=job, traceback="File x", log="INFO charging")
     # Then
     told = login("view_job").get(url(job)).json()
     assert not {"payload", "result", "headers", "dead_letters"} & told.keys()
-    assert "traceback" not in told["failures"][0]
+    assert not {"traceback", "log"} & told["failures"][0].keys()
     # and with it, what is secret stays so
     told = login("view_job", "view_payload").get(url(job)).json()
     assert told["payload"]["name"] == "Ada"
     assert told["payload"]["password"] == told["payload"]["card"]["token"] == "[redacted]"
     assert told["result"] == {"api_key": "[redacted]", "a": 1}
     assert told["failures"][0]["traceback"] == "File x"
+    assert told["failures"][0]["log"] == "INFO charging"
 
 
 @pytest.mark.django_db

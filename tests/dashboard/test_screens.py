@@ -524,6 +524,14 @@ def test_progress_at_which_a_job_stopped_is_not_shown_as_moving(everybody):
     assert "Its last report of progress, before it stopped running: 99 % row 396 of 400" in text
 
 
+def test_the_log_of_a_failed_attempt_is_for_those_who_may_see_payloads(operator):
+    failure = JobFailureFactory(log="INFO shop: <b>charging</b>")
+    address = url("job", failure.job.pk)
+    page = operator("view_dashboard", "view_job", "view_payload").get(address).content.decode()
+    assert "INFO shop: &lt;b&gt;charging&lt;/b&gt;" in page
+    assert "charging" not in operator("view_dashboard", "view_job").get(address).content.decode()
+
+
 def test_payloads_are_for_those_with_the_permission(operator, rows):
     Job.objects.filter(pk=rows["job"].pk).update(payload=b'{"word": "xyzzy"}')
     addresses = [url("job", rows["job"].pk), url("letter", rows["letter"].pk)]

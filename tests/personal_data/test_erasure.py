@@ -412,12 +412,14 @@ def test_a_redacted_job_keeps_its_state_and_cannot_run_again(shop: Shop) -> None
     # Given
     shop.refuse.enqueue(**of(ADA))
     shop.run()
+    JobFailure.objects.update(log=f"INFO shop: refusing {EMAIL}")
     # When
     erased(EMAIL, mode=Mode.REDACT)
     # Then
     row, failure, letter = Job.objects.get(), JobFailure.objects.get(), DeadLetter.objects.get()
     assert (row.state, row.handler, row.error) == ("failed", "shop.refuse", "")
     assert (failure.error_type.rpartition(".")[2], failure.error) == ("PermanentError", "")
+    assert failure.log == failure.traceback == ""
     assert (letter.state, letter.value, letter.note) == ("discarded", None, "Redacted.")
     assert letter.fingerprint == ""  # the words of its error are in it
     assert "redacted" in row.arguments

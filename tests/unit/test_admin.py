@@ -209,7 +209,7 @@ def test_payloads_results_and_tracebacks_need_their_permission(staff):
     job = JobFactory(
         failed=True, payload=b'{"card": "4711"}', result=b'{"v":"hush"}', headers={"t": "sesame"}
     )
-    JobFailureFactory(job=job, traceback="in the secret place")
+    JobFailureFactory(job=job, traceback="in the secret place", log="in the secret place")
     letter = DeadLetterFactory(job=job, value=b"card 4711", traceback="in the secret place")
     event = ProcessedEventFactory(event_data={"card": "4711"})
     secrets = ("4711", "hush", "sesame", "secret place")
@@ -309,7 +309,7 @@ def test_hostile_messages_are_shown_inert(admin_client):
         payload=f'{{"a": "{EVIL}"}}'.encode(),
         result=f'{{"v": "{EVIL}"}}'.encode(),
     )
-    JobFailureFactory(job=job, error=EVIL, error_type=EVIL, traceback=EVIL, worker=EVIL)
+    JobFailureFactory(job=job, error=EVIL, error_type=EVIL, traceback=EVIL, log=EVIL, worker=EVIL)
     letter = DeadLetterFactory(
         job=job,
         message_id=EVIL,

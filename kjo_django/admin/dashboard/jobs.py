@@ -238,7 +238,7 @@ def _seconds_between(start: datetime | None, end: datetime | None) -> float | No
 
 def _failures(page: Page, job: Job) -> Any:
     rows = JobFailure.objects.using(jobs_database()).filter(job=job).order_by("-pk")
-    return (rows if page.may("view_payload") else rows.defer("traceback"))[:SHOWN_FAILURES]
+    return (rows if page.may("view_payload") else rows.defer("traceback", "log"))[:SHOWN_FAILURES]
 
 
 def _result(page: Page, job: Job) -> Any:

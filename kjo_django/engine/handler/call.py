@@ -340,6 +340,7 @@ def _note_results(handler: Handler, runs: Runs, began: float, value: Any) -> Non
     for (attempt, context), result in zip(runs, values, strict=True):
         attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
         attempt.abort_reason, attempt.worker = context.abort_reason, context.worker
+        attempt.log_lines = context.log_lines
         attempt.error = context.error if isinstance(context, BatchItem) else None
         if attempt.step is not None and attempt.error is None:
             attempt.step.end_run()
@@ -359,7 +360,7 @@ def _note_error(runs: Runs, began: float, raised: BaseException) -> None:
     seconds = time.perf_counter() - began
     for attempt, context in runs:
         attempt.seconds, attempt.result_ttl = seconds / len(runs), context.result_ttl
-        attempt.abort_reason = context.abort_reason
+        attempt.abort_reason, attempt.log_lines = context.abort_reason, context.log_lines
         attempt.result = attempt.error = None
         if len(runs) == 1 or (
             context.abort_reason in UNWANTED and isinstance(raised, JobCancelledError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -56,6 +57,8 @@ class JobContext:
     """The workflow that the job is a step of, if it is one."""
     worker: str = ""
     """A name that is kept with the completed job, where the run has given one."""
+    log_lines: deque[str] | None = None
+    """The last lines that were logged in the run; None: there were none."""
     is_shared: bool = False
     """Whether its transaction is that of others, too: where it fails by an error of the database,
     it is called again alone."""
