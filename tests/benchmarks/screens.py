@@ -69,6 +69,8 @@ def screens() -> dict[str, str]:
         **{f"overview, {length}": f"{root}?range={length}" for length in ("5m", "1h", "24h", "7d")},
         "queues": f"{root}queues/",
         "one queue, 7d": f"{root}queues/{queue_names()[0]}/?range=7d",
+        "handlers": f"{root}handlers/",
+        "one handler, 7d": f"{root}handlers/{failed.handler}/?range=7d",
         "jobs": f"{root}jobs/",
         "jobs, failed": f"{root}jobs/?q=state:failed",
         "jobs, completed": f"{root}jobs/?q=state:completed",

@@ -16,7 +16,7 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 269
+MOST_MODULES = 270
 MOST_CLASSES = 540
 MOST_CORE_LINES = 27_750
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.django_db
 
 EVIL = "<script>alert(1)</script>"
 PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
-PAGES += ["schedules", "schedule_add", "schedule_preview", "limits", "personal_data"]
+PAGES += ["handlers", "schedules", "schedule_add", "schedule_preview", "limits", "personal_data"]
 MOST_QUERIES = 12
 
 
@@ -60,6 +60,7 @@ def pages(rows):
     return [
         *(url(name) for name in PAGES),
         url("queue", "emails"),
+        url("handler", "ledger.write"),
         url("job", rows["job"].pk),
         url("letter", rows["letter"].pk),
         url("letter_edit", rows["letter"].pk),
@@ -136,7 +137,12 @@ def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
     if screen.permission == "view_dashboard":
         pytest.skip("asks for no other")
     client = operator("view_dashboard")
-    keys = {"queue": "emails", "action": "requeue", "job": rows["job"].pk}
+    keys = {
+        "queue": "emails",
+        "handler": "ledger.write",
+        "action": "requeue",
+        "job": rows["job"].pk,
+    }
     keys |= {name: rows[name].pk for name in ("letter", "worker", "schedule")}
     keys |= {"workflow": uuid7(), "limit": "queue:emails"}
     arguments = [keys[name] for name in re.findall(r"<\w+:(\w+)>", screen.path)]
@@ -150,7 +156,7 @@ def test_the_navigation_has_only_what_may_be_seen(operator):
         bar = page[page.index('class="kjo-nav"') : page.index("</nav>", page.index("kjo-nav"))]
         return re.findall(r"<a [^>]*>([^<]+)</a>", bar)
 
-    few = ["Overview", "Queues", "Consumers", "Status"]
+    few = ["Overview", "Queues", "Handlers", "Consumers", "Status"]
     assert titles(operator("view_dashboard")) == few
     assert "Jobs" in titles(operator("view_dashboard", "view_job"))
 
@@ -420,6 +426,44 @@ def test_the_queue_page_tells_its_policy_and_handlers(everybody, rows):
     # How it is doing comes first, then what can be changed
     assert page.index('id="kjo-live"') < page.index('name="max_attempts"')
     assert everybody.get(url("queue", "nosuch")).status_code == 404
+
+
+def test_the_list_of_handlers_tells_their_last_hour_and_the_busiest_is_the_first(everybody):
+    minute = timezone.now().replace(second=0, microsecond=0)
+    for handler, run_seconds in (("ledger.write", 1800.0), ("gone.long_ago", 7200.0)):
+        MetricBucketFactory(
+            queue="emails",
+            handler=handler,
+            minute=minute,
+            completed_count=1234,
+            failed_count=7,
+            run_seconds_sum=run_seconds,
+        )
+    page = everybody.get(url("handlers")).content.decode()
+    rows = re.findall(r'<tr id="kjo-handler-.*?</tr>', page, re.DOTALL)
+    assert ["gone.long_ago" in rows[0], "ledger.write" in rows[1]] == [True, True]
+    assert "1,234" in rows[1] and ">7<" in rows[1] and ">0.50<" in rows[1]
+    # And those of the code that have not run are there, too
+    assert url("handler", "ledger.no_op") in page
+
+
+def test_the_page_of_a_handler_tells_its_options_its_charts_and_its_errors(everybody, rows):
+    DeadLetterFactory(handler="ledger.write", error_type="shop.Refused", error="<b>no</b>")
+    page = everybody.get(url("handler", "ledger.write")).content.decode()
+    assert "Add the job&#x27;s one entry." in page  # the docstring of its function
+    assert "shop.Refused" in page and "&lt;b&gt;no&lt;/b&gt;" in page
+    assert "q=handler%3Aledger.write+state%3Afailed" in page
+    assert "Jobs per minute" in page and "Run time" in page and ">Lag<" not in page
+    assert everybody.get(url("handler", "no.such")).status_code == 404
+
+
+def test_the_page_of_a_handler_shows_what_its_reader_may_see(operator, rows):
+    DeadLetterFactory(handler="ledger.write", error_type="shop.Refused", error="card 4711")
+    page = operator("view_dashboard").get(url("handler", "ledger.write")).content.decode()
+    assert "shop.Refused" not in page and "state%3Afailed" not in page
+    seer = operator("view_dashboard", "view_deadletter")
+    page = seer.get(url("handler", "ledger.write")).content.decode()
+    assert "shop.Refused" in page and "4711" not in page
 
 
 def test_a_job_tells_its_way(everybody):

@@ -12,6 +12,7 @@ from kjo_django.admin.base import BaseModelAdmin
 from kjo_django.admin.dashboard import (
     actions,
     dead_letters,
+    handlers,
     jobs,
     limits,
     overview,
@@ -30,6 +31,7 @@ SCREENS: tuple[Screen, ...] = (
     *overview.SCREENS,
     *actions.SCREENS,
     *queues.SCREENS,
+    *handlers.SCREENS,
     *jobs.SCREENS,
     *workflows.SCREENS,
     *schedules.SCREENS,

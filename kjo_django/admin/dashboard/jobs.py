@@ -201,7 +201,7 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "letters": list(letters[:SHOWN_LETTERS]) if page.may("view_deadletter") else [],
             "progress": progress,
             "is_running": status == JobStatus.PROCESSING,
-            "description": _description(found.handler),
+            "description": description(found.handler),
             "waited": _seconds_between(found.available_at, found.started_at),
             "taken": seconds_taken([found], {found.pk: status}).get(found.pk),
             "payload": payload,
@@ -225,7 +225,7 @@ def _find(job: UUID) -> Job:
     return found
 
 
-def _description(name: str) -> str:
+def description(name: str) -> str:
     """Return the first paragraph of the docstring of a handler's function, on one line."""
     handler = registry.find(name)
     text = inspect.getdoc(handler.function) if handler is not None else None

@@ -59,18 +59,22 @@ def range_links(page: Page) -> list[dict[str, Any]]:
     return links
 
 
-def _series(length: timedelta, queue: str | None = None) -> metrics.Series:
+def _series(
+    length: timedelta, queue: str | None = None, handler: str | None = None
+) -> metrics.Series:
     # A point of a long time changes slowly, and costs more to add up.
     seconds = max(CACHE_SECONDS, length.total_seconds() / 20_000)
     found: metrics.Series = shared(
-        f"series {length} {queue}", lambda: metrics.series(length, queue=queue), seconds
+        f"series {length} {queue}\n{handler}",
+        lambda: metrics.series(length, queue=queue, handler=handler),
+        seconds,
     )
     return found
 
 
-def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
-    """Return the charts of all queues, or of one."""
-    found = _series(length, queue)
+def charts(length: timedelta, queue: str | None = None, handler: str | None = None) -> list[Chart]:
+    """Return the charts of all queues, of one queue, or of one handler."""
+    found = _series(length, queue, handler)
     marks = shared(f"deploys {length}", lambda: metrics.deploys(length), seconds=10)
     times = [point.time for point in found.points]
 
@@ -94,8 +98,9 @@ def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
     for name, title in (("run", _("Run time")), ("wait", _("Waiting time"))):
         lines = [line(f"p{p}", f"p{p}", f"{name}_p{p}") for p in (50, 95, 99)]
         made.append(Chart(name, title, times, lines, show=duration))
-    lag = line("lag", _("messages"), "lag", is_level=True)
-    made.append(Chart("lag", _("Lag"), times, [lag]))
+    if handler is None:  # a topic's records are of several
+        lag = line("lag", _("messages"), "lag", is_level=True)
+        made.append(Chart("lag", _("Lag"), times, [lag]))
     return made
 
 
