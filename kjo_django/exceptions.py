@@ -325,3 +325,10 @@ def answer_of(ask: Callable[[], T], otherwise: T) -> T:
 def text_of(error: BaseException) -> str:
     """Return an error's text; its type's name where it has none, or raises when it is asked."""
     return answer_of(lambda: str(error), "") or type(error).__name__
+
+
+def import_path(kind: type[BaseException]) -> str:
+    """Return ``module.QualName``; builtins without their module."""
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

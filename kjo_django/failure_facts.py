@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import Any
 
-from kjo_django.exceptions import answer_of, text_of
+from kjo_django.exceptions import answer_of, import_path, text_of
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, kept_json, storable_text
-from kjo_django.models import fingerprint_of
-from kjo_django.retries import import_path
 
 MAX_TRACEBACK_LENGTH = 20_000
 MAX_CODE_LENGTH = 100
@@ -48,15 +48,16 @@ class FailureFacts:
         if error is None:
             return NO_FAILURE
         code, details = _code_and_details(error)
-        text = storable_text(f"{intro}{text_of(error)}")
+        kind, said, traceback = import_path(type(error)), text_of(error), _traceback_of(error)
+        text = storable_text(f"{intro}{said}")
         return cls(
             error,
-            type=storable_text(import_path(type(error)), 255),
+            type=storable_text(kind, 255),
             text=text,
             shown_text=text[:MAX_ERROR_LENGTH],
             code=code,
             details=details,
-            traceback=_traceback_of(error),
+            traceback=storable_text(traceback)[-MAX_TRACEBACK_LENGTH:],
         )
 
     def fingerprint(self, handler: str, place: str | None = None) -> str:
@@ -69,7 +70,8 @@ class FailureFacts:
         if self.error is None:
             return ""
         where = _place_of(self.error) if place is None else place
-        return fingerprint_of(handler, self.type, where, self.text)
+        identity = "\0".join((handler, self.type, where, wording_of(self.text)))
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def columns(self) -> dict[str, Any]:
         """Return the columns that failed attempts and dead letters share."""
@@ -108,7 +110,26 @@ def _traceback_of(error: BaseException) -> str:
     if not lines:
         # Notes that raise, a SyntaxError of other things than text: where it was is left.
         lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
-    return storable_text("".join(lines))[-MAX_TRACEBACK_LENGTH:]
+    return "".join(lines)
+
+
+WORDING_READ, WORDING_KEPT = 5_000, 100
+"""Characters of an error's text that are looked at, and those of its wording that count."""
+_QUOTED = re.compile(
+    r"""(?<!\w)[bu]?'.*?(?:'(?!\w)|\Z)|"[^"]*(?:"|\Z)|`[^`]*(?:`|\Z)|[“«][^”»]*[”»]?|<\w[^<>]*>""",
+    re.DOTALL,
+)
+_IN_VALUES = re.compile(r"[\d*@/\\=]")
+"""A word with one of these is a number, an id, a time, an address, a path, or has quoted text."""
+
+
+def wording_of(error: str) -> str:
+    """Return what texts of an error share that differ in values only: the first line, its quoted
+    texts and the words with digits, ``@``, ``/``, ``\\`` or ``=`` as ``*``, of several in a row
+    one. At most 100 characters."""
+    lines = _QUOTED.sub("*", error[:WORDING_READ]).strip().splitlines() or [""]
+    words = ("*" if _IN_VALUES.search(word) else word for word in lines[0].split())
+    return re.sub(r"\*(?: \*)+", "*", " ".join(words))[:WORDING_KEPT]
 
 
 def _place_of(error: BaseException) -> str:

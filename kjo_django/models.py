@@ -4,7 +4,6 @@ queues, schedules, figures, and those of the database transport and the database
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -634,36 +633,6 @@ def source_of_job(job_id: Any, generation: int) -> str:
     payload. The generation tells the letter of the present failure from those of earlier ones.
     """
     return hashlib.sha256(f"job\0{job_id}\0{generation}".encode()).hexdigest()
-
-
-WORDING_READ, WORDING_KEPT = 5_000, 100
-"""Characters of an error's text that are looked at, and those of its wording that count."""
-_QUOTED = re.compile(
-    r"""(?<!\w)[bu]?'.*?(?:'(?!\w)|\Z)|"[^"]*(?:"|\Z)|`[^`]*(?:`|\Z)|[“«][^”»]*[”»]?|<\w[^<>]*>""",
-    re.DOTALL,
-)
-_IN_VALUES = re.compile(r"[\d*@/\\=]")
-"""A word with one of these is a number, an id, a time, an address, a path, or has quoted text."""
-
-
-def wording_of(error: str) -> str:
-    """Return what texts of an error share that differ in values only: the first line, its quoted
-    texts and the words with digits, ``@``, ``/``, ``\\`` or ``=`` as ``*``, of several in a row
-    one. At most 100 characters."""
-    lines = _QUOTED.sub("*", error[:WORDING_READ]).strip().splitlines() or [""]
-    words = ("*" if _IN_VALUES.search(word) else word for word in lines[0].split())
-    return re.sub(r"\*(?: \*)+", "*", " ".join(words))[:WORDING_KEPT]
-
-
-def fingerprint_of(handler: str, error_type: str, place: str, error: str) -> str:
-    """Return a digest that dead letters share when the same error, in the same wording, was raised
-    in the same place of the same handler.
-
-    :param error_type: import path of the exception.
-    :param error: its text, of any length, as ``storable_text`` returns it.
-    """
-    identity = "\0".join((handler, error_type, place, wording_of(error)))
-    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 @partially_indexed

@@ -23,6 +23,7 @@ from kjo_django.exceptions import (
     PermanentError,
     Retry,
     StalledError,
+    import_path,
     is_ctrl_c,
 )
 from kjo_django.logs import get_logger
@@ -227,13 +228,6 @@ def _seconds_of_header(value: str, now: datetime | None) -> float:
     if moment.tzinfo is None:  # "-0000", which says UTC
         moment = moment.replace(tzinfo=UTC)
     return (moment - now).total_seconds()
-
-
-def import_path(kind: type[BaseException]) -> str:
-    """Return ``module.QualName``; builtins without their module."""
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def classify(

@@ -41,6 +41,7 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
+    import_path,
     is_ctrl_c,
 )
 from kjo_django.failure_facts import FailureFacts
@@ -61,7 +62,7 @@ from kjo_django.models import (
     transition,
 )
 from kjo_django.registry import Handler
-from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
+from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.runtime import Runtime, get_transport
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -305,7 +306,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
     now = CLOCK.now()
-    failures, letters, changed = [], [], []
+    failures, letters = [], []
     steps: list[tuple[Attempt, tuple[UUID, UUID, str]]] = []
     for attempt in attempts:
         if attempt.is_in_doubt and _was_recorded(using, attempt):
@@ -315,7 +316,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if not is_current:
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
-            changed.append(attempt)
+            end_lost(runtime.store, [attempt])
             continue
         if (step := _ended_step(attempt)) is not None:
             steps.append((attempt, step))
@@ -325,7 +326,6 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
-    end_lost(runtime.store, changed)
     JobFailure.objects.using(using).bulk_create(failures)
     if letters:
         runtime.store.insert_missing(letters)
@@ -504,7 +504,7 @@ def _birth(
     # it was read: its dead letter is to name where it came from, not where its last retry was.
     not_theirs = {ORIGIN_ID, names.ORIGIN_ENVELOPE, *names.OF_A_ROW}
     theirs = {name: value for name, value in record.headers.items() if name not in not_theirs}
-    headers = _headers_for_row({**origin_headers(record), **theirs}, record)
+    headers = _headers_for_row({**names.encode(origin_headers(record)), **theirs}, record)
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
     ttl = handler.result_ttl(queue) // timedelta(milliseconds=1)
@@ -660,17 +660,15 @@ def first_place(record: Record) -> tuple[str, int | None, int | None]:
     )
 
 
-def origin_headers(record: Record) -> dict[str, bytes]:
-    """Return the headers that say where a record was read first."""
+def origin_headers(record: Record) -> dict[str, object]:
+    """Return the values of the headers that say where a record was read first."""
     topic, partition, offset = record.place
-    return names.encode(
-        {
-            names.DLQ_ORIGINAL_TOPIC: topic,
-            names.DLQ_ORIGINAL_PARTITION: partition,
-            names.DLQ_ORIGINAL_OFFSET: offset,
-            names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
-        }
-    )
+    return {
+        names.DLQ_ORIGINAL_TOPIC: topic,
+        names.DLQ_ORIGINAL_PARTITION: partition,
+        names.DLQ_ORIGINAL_OFFSET: offset,
+        names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
+    }
 
 
 def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
@@ -681,6 +679,7 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
     message = delivery.message
     added = names.encode(
         {
+            **origin_headers(record),
             names.DLQ_GROUP: delivery.queue.consumer_group,
             names.DLQ_HANDLER: message.type or None,
             names.DLQ_MESSAGE_ID: message.id or None,
@@ -695,7 +694,7 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
         }
     )
     kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}
-    headers = {**record.headers, **_unique_id(attempt), **origin_headers(record), **added, **kept}
+    headers = {**record.headers, **_unique_id(attempt), **added, **kept}
     if not runtime.settings.dead_letter_exception_headers:
         # Nor those of an earlier death, which travel with the message.
         for name in (names.DLQ_EXCEPTION_MESSAGE, names.DLQ_EXCEPTION_STACKTRACE):

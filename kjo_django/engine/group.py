@@ -647,7 +647,7 @@ class Pipeline:
         guard.refuse_in_test()
         # Was that the handler's doing, or the database's, which is away?
         is_away = not answers(self._runtime.database)
-        if kept := self._keep_committed(guard):
+        if guard.ended_by and (kept := self._keep_committed(guard)):
             return kept
         if is_away:
             raise OperationalError("The database went away") from error
@@ -771,7 +771,7 @@ class Pipeline:
                 # If it was committed, each that was in it is found to be a duplicate.
                 raise InterfaceError(f"A transaction with steps failed: {error}") from error
             if guard.ended_by and not isinstance(error, RolledBack):
-                raise RolledBack("It was ended by a handler", guard) from error
+                raise RolledBack(guard) from error
             raise
         self._guards.discard(guard)
         self._leases.forget(given_up)
@@ -1095,11 +1095,12 @@ class Pipeline:
         :param what: could not be done, for the log.
         :param count: number of attempts that are written together.
         """
-        retry = OutageRetry(self._stops_waiting, has_run=True)
+        retry = None
         while True:
             try:
                 write()
             except Exception as error:
+                retry = retry or OutageRetry(self._stops_waiting, has_run=True)
                 following = retry.after(error, self._runtime.database, what, count)
                 if following is not Next.AGAIN:
                     return Unwritten(following, error)
@@ -1323,7 +1324,7 @@ def _report(attempt: Attempt) -> None:
     if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
         _log_without_effect("Skipped", attempt)
     else:
-        log_end(attempt, failures.failure_of(attempt).shown_text)
+        log_end(attempt)
 
 
 def _log_without_effect(what: str, attempt: Attempt) -> None:

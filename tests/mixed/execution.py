@@ -20,11 +20,10 @@ from typing import Any
 import redis
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 
-from kjo_django.exceptions import KjoError
+from kjo_django.exceptions import KjoError, import_path
 from kjo_django.models import Lease as LeaseRow
 from kjo_django.models import TransportMessage
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.retries import import_path
 from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from kjo_django.transports.base import Record

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"files": 30, "functions": 121, "changes": 100}
-"""Of one job that completes. What makes them larger needs a decision that says what it buys."""
+LIMITS = {
+    "completed": {"files": 30, "functions": 121, "changes": 100},
+    "failed": {"files": 41, "functions": 192, "changes": 168},
+    "replayed": {"files": 39, "functions": 168, "changes": 152},
+}
+"""Of one job that completes, one that dies, and the replay of its dead letter. What makes them
+larger needs a decision that says what it buys."""
 
 
 @pytest.mark.timeout(600)
@@ -22,7 +27,8 @@ def test_one_job_walks_through_no_more_code_than_is_allowed() -> None:
     assert done.returncode == 0, done.stderr
     walks = json.loads(done.stdout)
 
-    # Then one job's walk is within the limits, and the others were measured as well
-    assert not {name for name, limit in LIMITS.items() if walks["completed"][name] > limit}, walks
+    # Then each walk is within its limits
+    assert walks.keys() == LIMITS.keys()
+    for name, limits in LIMITS.items():
+        assert not {what for what, most in limits.items() if walks[name][what] > most}, walks
     assert walks["failed"]["calls"] > walks["completed"]["calls"]
-    assert walks["replayed"]["calls"] > 0

@@ -70,9 +70,9 @@ def is_interrupt(error: BaseException) -> bool:
     All else ends an attempt and not its lane: ``sys.exit()``, a cancelled task or a panic of a
     library in Rust too.
     """
-    if isinstance(error, RunAbandoned):
-        return True
-    return is_ctrl_c(error)
+    if isinstance(error, KeyboardInterrupt):
+        return is_ctrl_c(error)
+    return isinstance(error, RunAbandoned)
 
 
 def call_isolated(

@@ -28,11 +28,8 @@ def log_starts(attempts: Iterable[Attempt]) -> None:
         jobs_logger.info("%s", one_line(f"Started {_subject(attempt, facts)}"), extra=facts)
 
 
-def log_end(attempt: Attempt, error_text: str) -> None:
-    """Log a line for an attempt whose ending is durable, if its ending has one.
-
-    :param error_text: of the error it has ended with.
-    """
+def log_end(attempt: Attempt) -> None:
+    """Log a line for an attempt whose ending is durable, if its ending has one."""
     if attempt.ending not in _LINES:
         return
     word, logger, level = _LINES[attempt.ending]
@@ -42,8 +39,8 @@ def log_end(attempt: Attempt, error_text: str) -> None:
         lasted += f", again at {attempt.retry_at:%F %T} UTC"
     elif attempt.ending is Ending.DEAD:
         lasted += f": {attempt.reason}"
-    error = attempt.error
-    why = "" if error is None else f": {type(error).__name__}: {error_text}"
+    failure = attempt.failure
+    why = "" if failure is None else f": {type(failure.error).__name__}: {failure.shown_text}"
     # One line, whatever others wrote.
     line = one_line(f"{_subject(attempt, facts)} {lasted}{why}".lstrip())
     facts["seconds"] = round(attempt.seconds, 6)

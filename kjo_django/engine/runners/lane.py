@@ -61,9 +61,12 @@ class RolledBack(Exception):
     :param guard: knows whose call has ended the transaction, if one has.
     """
 
-    def __init__(self, why: str, guard: TransactionGuard) -> None:
-        super().__init__(why)
+    def __init__(self, guard: TransactionGuard) -> None:
+        super().__init__()
         self.guard = guard
+
+    def __str__(self) -> str:
+        return f"{self.guard.calls[0].delivery.kind}: {error_text(self.__cause__)}"
 
 
 class LaneRunner:
@@ -319,5 +322,4 @@ def _check_goes_on(
     if not guard.ended_by and savepoint is not None and savepoint.is_transaction_pristine():
         return
     guard.unwanted = [each for each in guard.calls if each.abort_reason in UNWANTED]
-    why = f"{guard.calls[0].delivery.kind}: {error_text(raised)}"
-    raise RolledBack(why, guard) from raised
+    raise RolledBack(guard) from raised

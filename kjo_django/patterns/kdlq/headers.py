@@ -12,10 +12,10 @@ from datetime import datetime
 
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
+from kjo_django.exceptions import import_path
 from kjo_django.failure_facts import error_text
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH
 from kjo_django.patterns.kdlq.config import DlqConfig
-from kjo_django.retries import import_path
 from kjo_django.transports.base import Record
 
 REDELIVERED = "KDLQ_Redelivered"
