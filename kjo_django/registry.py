@@ -320,8 +320,10 @@ def register(handler: Handler, *, is_own: bool = False) -> None:
         raise ImproperlyConfigured(
             f"The job name {name!r} must have 1 to {MAX_TYPE_LENGTH} characters."
         )
-    if storable_text(name) != name:
-        raise ImproperlyConfigured(f"The job name {name!r} has a character no database keeps.")
+    if storable_text(name) != name or not name.isprintable():
+        raise ImproperlyConfigured(
+            f"The job name {name!r} has a character that no database keeps or no page can show."
+        )
     with _lock:
         functions = handler.function, _handlers.get(name, handler).function
         ours, theirs = map(_place_of, functions)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -110,8 +111,31 @@ def milliseconds(value: timedelta | int) -> int:
 
 
 observers: list[Callable[[], None]] = []
-"""Each is called when jobs have been stored, in the transaction of who enqueues them; for tests of
-projects."""
+"""Each is called when an enqueue is complete, in the transaction and the database of who enqueues;
+for tests of projects."""
+_unfinished = threading.local()
+
+
+@contextmanager
+def enqueued_together(runtime: Runtime) -> Iterator[None]:
+    """Let the observers be called once, when the block has ended: it stores what belongs together
+    by several calls."""
+    outer = getattr(_unfinished, "is_open", False)
+    _unfinished.is_open = True
+    try:
+        yield
+    finally:
+        _unfinished.is_open = outer
+    if observers:
+        call_observers(runtime)
+
+
+def call_observers(runtime: Runtime) -> None:
+    """Call the observers, unless what is being enqueued is not complete."""
+    if not getattr(_unfinished, "is_open", False):
+        with use_database(runtime.database):
+            for observe in tuple(observers):
+                observe()
 
 
 def store(
@@ -160,8 +184,8 @@ def store(
     for job, answer in zip(jobs, answers, strict=True):
         job._state.adding, job._state.db = False, alias
         answer.database = alias
-    for observe in observers:
-        observe()
+    if observers:
+        call_observers(runtime)
     return answers
 
 
@@ -261,8 +285,8 @@ def store_alike(
         answers: list[JobHandle[Any]] = [JobHandle(id, "queued", database=database) for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
         after_commit(runtime, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
-    for observe in observers:
-        observe()
+    if observers:
+        call_observers(runtime)
     return answers
 
 

@@ -30,7 +30,8 @@ def logged_to_stderr(verbosity: int, *, as_json: bool = False) -> Iterator[None]
     """Write what ``kjo_django`` logs in the block to the standard error stream: Python itself
     writes warnings only, and without their time.
 
-    Nothing is changed where the project's ``LOGGING`` gives ``kjo_django``, or the root, a handler;
+    A logger below ``kjo_django`` that has a handler of its own is left to that. Nothing is changed
+    where the project's ``LOGGING`` gives ``kjo_django``, or the root, a handler;
     a level that it gives ``kjo_django`` stays.
 
     :param verbosity: 0 for warnings and errors, 1 for a line of each start and end of a job, more
@@ -42,6 +43,7 @@ def logged_to_stderr(verbosity: int, *, as_json: bool = False) -> Iterator[None]
         yield
         return
     handler, level = logging.StreamHandler(), logger.level
+    handler.addFilter(_has_no_handler_of_its_own)
     if as_json:
         handler.addFilter(import_string("kjo_django.contrib.logging.JobContextFilter")())
         handler.setFormatter(import_string("kjo_django.contrib.logging.JsonFormatter")())
@@ -55,3 +57,12 @@ def logged_to_stderr(verbosity: int, *, as_json: bool = False) -> Iterator[None]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _has_no_handler_of_its_own(record: logging.LogRecord) -> bool:
+    name = record.name
+    while name.startswith("kjo_django."):
+        if logging.getLogger(name).handlers:  # noqa: TID251 - it is looked at, not called
+            return False
+        name = name.rpartition(".")[0]
+    return True

@@ -110,9 +110,9 @@ class JobFilter:
         for name, attribute in _SIMPLE.items():
             value = getattr(self, attribute)
             if value is not None:
-                parts.append(f"{name}:{_quoted(_text_of(value))}")
-        parts += [f"args.{path}:{_quoted(value)}" for path, value in self.arguments]
-        parts += [_quoted(word, is_word=True) for word in self.words]
+                parts.append(f"{name}:{quoted(_text_of(value))}")
+        parts += [f"args.{path}:{quoted(value)}" for path, value in self.arguments]
+        parts += [quoted(word, is_word=True) for word in self.words]
         return " ".join(parts)
 
     def at(self, now: datetime) -> JobFilter:
@@ -278,7 +278,11 @@ def _text_of(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
-def _quoted(text: str, *, is_word: bool = False) -> str:
+def quoted(text: str, *, is_word: bool = False) -> str:
+    """Return a value as it is written in a search.
+
+    :param is_word: it is no value of a name, so a colon in it would make one of it.
+    """
     is_plain = text and not re.search(r'[\s"]', text) and not (is_word and ":" in text)
     return text if is_plain else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import threading
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import connections
 from django.db.models import Q, QuerySet
@@ -38,6 +40,7 @@ from kjo_django.transports.base import Record
 logger = get_logger("kjo_django")
 
 _offsets = itertools.count()
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +121,13 @@ def drain(
                 is_final = run.outcome == "dead" or not with_retries
                 if raise_errors and run.error is not None and is_final:
                     raise run.error
+    _run_what_was_enqueued()
     return drained
 
 
-@contextlib.contextmanager
-def immediate(*queues: str | Queue, raise_errors: bool = True) -> Iterator[None]:
-    """Run each job as soon as it is enqueued, before ``enqueue()`` returns; usable as a block and
-    as a decorator.
+class immediate(contextlib.ContextDecorator):
+    """Run each job as soon as it is enqueued, before ``enqueue()`` returns; a block, or a decorator
+    of a function that is no coroutine.
 
     What is due runs as ``drain`` runs it: in this thread, and in the transaction of who enqueues
     it. What a handler enqueues runs when the handler has ended. Delayed jobs and retries wait for
@@ -132,24 +135,49 @@ def immediate(*queues: str | Queue, raise_errors: bool = True) -> Iterator[None]
 
     :param queues: only jobs of these.
     :param raise_errors: a handler's error is raised by ``enqueue()``, once its outcome is recorded.
+        What its handler had enqueued runs with the next enqueue.
     """
-    is_running = False
 
-    def run() -> None:
-        nonlocal is_running
-        if is_running:
-            return  # it is run by the drain that runs who enqueues it
-        is_running = True
+    def __init__(self, *queues: str | Queue, raise_errors: bool = True) -> None:
+        self._queues, self._raises = queues, raise_errors
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function.
+
+        :raises TypeError: it is a coroutine function, which would be over before it has begun.
+        """
+        if inspect.iscoroutinefunction(function):
+            raise TypeError("immediate() decorates no coroutine; write `with immediate():` in it")
+        return super().__call__(function)
+
+    def __enter__(self) -> None:
+        storing.observers.append(self._run)
+
+    def __exit__(self, *_: object) -> None:
+        storing.observers.remove(self._run)
+
+    def _run(self) -> None:
+        if _thread.runs_jobs:
+            return  # it is run once the handler that enqueues it has ended
+        _thread.runs_jobs = True
         try:
-            drain(*queues, raise_errors=raise_errors)
+            drain(*self._queues, raise_errors=self._raises)
         finally:
-            is_running = False
+            _thread.runs_jobs = False
 
-    storing.observers.append(run)
-    try:
-        yield
-    finally:
-        storing.observers.remove(run)
+
+class _Thread(threading.local):
+    runs_jobs = False
+    """Whether this thread runs jobs, so that others which are enqueued have to wait."""
+
+
+_thread = _Thread()
+
+
+def _run_what_was_enqueued() -> None:
+    """Run what handlers have enqueued meanwhile, if each job is to run at once."""
+    if storing.observers and not _thread.runs_jobs:
+        storing.call_observers(current_runtime())
 
 
 def run_job(job: Job | JobHandle[Any] | EnqueueResult | uuid.UUID | str) -> Any:
@@ -160,6 +188,7 @@ def run_job(job: Job | JobHandle[Any] | EnqueueResult | uuid.UUID | str) -> Any:
         raise JobNotFoundError(f"There is no job {key}")
     with _runner() as runner:
         run = runner.run(row)
+    _run_what_was_enqueued()
     if run.error is not None:
         raise run.error
     if run.outcome != "completed":
@@ -289,9 +318,11 @@ class _Runner:
 @contextlib.contextmanager
 def _runner() -> Iterator[_Runner]:
     watch = TimeoutWatch()
+    runs_jobs, _thread.runs_jobs = _thread.runs_jobs, True
     try:
         yield _Runner(watch)
     finally:
+        _thread.runs_jobs = runs_jobs
         watch.stop()
 
 

@@ -214,6 +214,11 @@ class LeasedDuty(PeriodicDuty):
         """The leases by the names that they have for the workers of this database."""
         return {f"{name}{self._runtime.lease_suffix}": name for name in self.leases}
 
+    @property
+    def lease_seconds(self) -> float:
+        """How long its leases live unless they are taken again."""
+        return 3 * min(self.pause, LONGEST.total_seconds())
+
     def work_on(self, leases: list[str]) -> None:
         """Do a round for the leases that this worker has; without coordination, for all."""
         raise NotImplementedError
@@ -235,8 +240,7 @@ class LeasedDuty(PeriodicDuty):
             logger.warning("Leases of %s expire by themselves: %s", type(self).__name__, error)
 
     def _take_leases(self) -> list[str]:
-        names = list(self._names)
-        ttl = timedelta(seconds=3 * min(self.pause, LONGEST.total_seconds()))
+        names, ttl = list(self._names), timedelta(seconds=self.lease_seconds)
         try:
             claims = self._runtime.coordination.claim(names, self._token, ttl)
         except CoordinationError as error:
@@ -264,32 +268,58 @@ class Rescuer(LeasedDuty):
 
 class Pruner(LeasedDuty):
     """Deletes rows that are older than their retention, a chunk with each step, as often as
-    ``KJO["PRUNE_INTERVAL"]`` says. Should two workers do so at once, each row is deleted by one of
-    them."""
+    ``KJO["PRUNE_INTERVAL"]`` says.
+
+    Its lease lives as long as that interval, and so keeps other workers from a round of their own
+    until the next one is due. Should two workers have one at once, each row is deleted by one.
+    """
 
     leases = ("PRUNE",)
     FIRST_AFTER = 60.0
-    """Seconds from the start of a worker to its first round: where workers are replaced every few
-    minutes, rows are deleted, too."""
+    """Seconds from the start of a worker, and from an error, to the next round: where workers are
+    replaced every few minutes, rows are deleted, too."""
+    LOOK = 300.0
+    """Seconds between two looks whether the worker that has the lease has gone."""
 
     def __init__(self, runtime: Runtime, token: str, interval: timedelta) -> None:
-        super().__init__(runtime, token, interval.total_seconds())
-        self._due_at = self._clock.monotonic() + min(self.FIRST_AFTER, self.pause)
+        self._interval = interval.total_seconds()
+        super().__init__(runtime, token, min(self.LOOK, self._interval))
+        self._due_at = self._round_at = self._clock.monotonic() + min(self.FIRST_AFTER, self.pause)
         self._steps: Iterator[object] | None = None
         """Those left of the round that is under way."""
 
+    @property
+    def lease_seconds(self) -> float:
+        """Until the next round is due."""
+        return self._interval
+
+    def work(self) -> None:
+        """Begin a round if one is due, or keep the lease of the one that is under way."""
+        if self._steps is not None:
+            self._take_leases()
+        elif self._clock.monotonic() >= self._round_at:
+            super().work()
+        ahead, most = self._round_at - self._clock.monotonic(), min(self.LOOK, self._interval)
+        self.pause = ahead if 0 < ahead < most else most
+
     def work_on(self, leases: list[str]) -> None:
         """Begin a round."""
+        self._round_at = self._clock.monotonic() + self._interval
         self._steps = prune_in_steps()
 
     def step(self) -> float:
-        """Take the next step of a round, or begin one that is due. Half of the time is left to
-        those who wait for the same locks."""
+        """Take the next step of a round, or begin one that is due. Until the next step as much time
+        passes as this one took, unless another duty of the thread is due before."""
         pause = super().step()
         if self._steps is None:
             return pause
         steps, self._steps, began = self._steps, None, self._clock.monotonic()
-        if self._is_stopping or next(steps, None) is None:
+        try:
+            is_over = self._is_stopping or next(steps, None) is None
+        except Exception:
+            self._round_at = self._due_at = began + min(self.FIRST_AFTER, self._interval)
+            raise
+        if is_over:
             return pause
         self._steps = steps
         return self._clock.monotonic() - began

@@ -19,7 +19,7 @@ from kjo_django import models
 from kjo_django.clock import CLOCK
 from kjo_django.enqueue.coroutines import awaited_as, from_coroutine
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, Step, new_job
-from kjo_django.enqueue.storing import store, store_alike, too_large
+from kjo_django.enqueue.storing import enqueued_together, store, store_alike, too_large
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage
@@ -272,6 +272,22 @@ def insert(
         stage.row.workflow_id = workflow
     edges = _edges_of(stages, followers)
     rows: list[Sequence[Model]] = [new, [stage.row for stage in stages], edges]
+    with enqueued_together(runtime):
+        _insert_steps(stages, rows, runtime, is_last=is_last)
+
+
+def _insert_steps(
+    stages: Sequence[PlannedStage],
+    rows: list[Sequence[Model]],
+    runtime: Runtime,
+    *,
+    is_last: bool,
+) -> None:
+    """Store the steps of stages.
+
+    :param rows: of the workflow and its stages, which are stored with them; see ``insert_steps`` of
+        the store.
+    """
     jobs: list[Job] = []
     counts: list[WorkflowCount] = []
     for stage in stages:

@@ -149,15 +149,62 @@ def test_each_of_two_jobs_in_one_group_has_its_own_lines(bench):
     assert sorted(kept_lines()) == [["INFO shop.payments: of a"], ["INFO shop.payments: of b"]]
 
 
-def test_items_of_a_batch_have_the_lines_of_its_call(bench):
+def test_items_of_a_batch_have_no_lines_of_one_another(bench):
+    """Nobody knows which of them a line is about; erasing one's data would leave the others'."""
+
     def handler(items: list[Any]) -> None:
-        app.info("%d of them", len(items))
         for item in items:
+            app.info("of %s", item.payload["name"])
             item.fail(ValueError("no"))
 
-    as_job(handler, "bench.pay", max_attempts=1, batch=10).enqueue_many([{}, {}])
+    definition = as_job(handler, "bench.pay", max_attempts=1, batch=10)
+    definition.enqueue_many([{"name": "a"}, {"name": "b"}])
     bench.run()
-    assert kept_lines() == [["INFO shop.payments: 2 of them"]] * 2
+    definition.enqueue(name="c")
+    bench.run()
+    assert kept_lines() == [[], [], ["INFO shop.payments: of c"]]
+
+
+def test_a_record_made_of_a_dictionary_is_no_line(bench):
+    failing(lambda: logging.makeLogRecord({"msg": "of another process"}))
+    bench.run()
+    assert kept_lines() == [[]]
+
+
+def test_an_argument_that_logs_while_it_is_written_does_not_take_the_place_of_its_record(bench):
+    class Chatty:
+        def __str__(self) -> str:
+            app.info("asked for its text")
+            return "chatty"
+
+    failing(lambda: app.info("with %s", Chatty()))
+    bench.run()
+    (lines,) = kept_lines()
+    assert lines[0] == "INFO shop.payments: with chatty"
+    # Others that write the record ask as well
+    assert {*lines[1:]} <= {"INFO shop.payments: asked for its text"}
+
+
+def test_a_huge_message_is_cut_before_it_is_written_in_one_line(bench, monkeypatch):
+    seen: list[int] = []
+    monkeypatch.setattr(job_log, "one_line", lambda text: seen.append(len(text)) or text)
+    failing(lambda: app.info("x" * 1_000_000))
+    bench.run()
+    assert seen == [job_log.LONGEST_LINE]
+
+
+def test_workers_that_follow_one_another_in_a_process_leave_no_chain_of_factories():
+    before = logging.getLogRecordFactory()
+    first = job_log.kept(5)
+    first.__enter__()
+    for _ in range(3):
+        second = job_log.kept(5)
+        second.__enter__()
+        first.__exit__(None, None, None)
+        first = second
+        assert logging.getLogRecordFactory().make is before
+    first.__exit__(None, None, None)
+    assert logging.getLogRecordFactory() is before
 
 
 def test_nothing_is_kept_where_the_setting_says_so_and_no_factory_is_left_behind():
@@ -187,7 +234,7 @@ def test_somebody_elses_factory_stays_in_place():
         logging.setLogRecordFactory(before)
 
 
-@pytest.mark.medium("a worker's threads")
+@pytest.mark.medium
 def test_a_worker_keeps_as_many_lines_as_the_setting_says(settings, sqlite_file):
     settings.KJO = {**KJO, "JOB_LOG_LINES": 7}
     kept: list[object] = []

@@ -457,6 +457,16 @@ def test_the_page_of_a_handler_tells_its_options_its_charts_and_its_errors(every
     assert everybody.get(url("handler", "no.such")).status_code == 404
 
 
+def test_the_searches_of_a_handler_find_its_jobs_whatever_its_name(everybody):
+    minute = timezone.now().replace(second=0, microsecond=0)
+    name = 'a "b" c'
+    MetricBucketFactory(queue="emails", handler=name, minute=minute, completed_count=1)
+    job = JobFactory(handler=name, failed=True)
+    page = everybody.get(url("handler", name)).content.decode()
+    (address,) = re.findall(r'href="([^"]*state%3Afailed)"', page)
+    assert str(job.pk) in everybody.get(address).content.decode()
+
+
 def test_the_page_of_a_handler_shows_what_its_reader_may_see(operator, rows):
     DeadLetterFactory(handler="ledger.write", error_type="shop.Refused", error="card 4711")
     page = operator("view_dashboard").get(url("handler", "ledger.write")).content.decode()

@@ -75,6 +75,20 @@ def test_a_level_that_the_project_has_set_stays(capsys):
     assert "Dead-lettered" in line
 
 
+def test_a_logger_with_a_handler_of_its_own_is_left_to_that(capsys):
+    own = logging.NullHandler()
+    jobs.addHandler(own)
+    try:
+        logger.propagate = False
+        with logged_to_stderr(1):
+            log_one_of_each()
+    finally:
+        logger.propagate = True
+        jobs.removeHandler(own)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Dead-lettered" in line
+
+
 @pytest.mark.parametrize("name", ["kjo_django", ""], ids=["of the app", "of the root"])
 def test_a_projects_own_handler_decides_alone(capsys, monkeypatch, name):
     own = logging.NullHandler()

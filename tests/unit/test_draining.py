@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from django.db import connection, transaction
 
-from kjo_django import PermanentError, chain
+from kjo_django import PermanentError, chain, group
 from kjo_django.models import DeadLetter, Job
-from kjo_django.testing import drain, immediate
+from kjo_django.testing import drain, immediate, run_job
 from tests.ledger.jobs import no_op, refuse, write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job
@@ -109,3 +109,43 @@ def test_only_jobs_of_the_queues_named_run_and_none_after_the_block(settings) ->
 def test_as_a_decorator_it_holds_for_the_whole_function() -> None:
     write.enqueue(job="a")
     assert Entry.objects.exists()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_group_of_many_steps_and_its_callback_run_once_all_is_stored() -> None:
+    steps = [write.step(job=f"step {number}") for number in range(25)]
+    group(*steps).then(write.step(job="callback")).enqueue()
+    assert Entry.objects.count() == 26
+    assert Entry.objects.latest("pk").job == "callback"
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("by_id", [False, True], ids=["drain", "run_job"])
+def test_what_a_handler_enqueues_within_a_drain_runs_after_it(by_id) -> None:
+    # Given a delayed job that enqueues another one
+    order = []
+    inner_job = as_job(lambda: order.append("inner"), "test.inner")
+
+    def outer() -> None:
+        inner_job.enqueue()
+        order.append("outer")
+
+    as_job(outer, "test.outer").using(delay=60).enqueue()
+    # When
+    _ = run_job(Job.objects.get().pk) if by_id else drain(with_delayed=True)
+    # Then
+    assert order == ["outer", "inner"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_of_two_blocks_one_runs_a_job() -> None:
+    with immediate():
+        write.enqueue(job="a")
+    assert Entry.objects.count() == 1
+
+
+def test_a_coroutine_is_no_function_to_decorate() -> None:
+    async def test() -> None: ...
+
+    with pytest.raises(TypeError, match="with immediate"):
+        immediate()(test)

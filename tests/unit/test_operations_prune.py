@@ -288,6 +288,7 @@ def test_a_worker_deletes_what_is_old_a_minute_after_its_start_and_then_each_hou
     old_job(8, state="completed")
     clock.seconds += 3599
     assert pruner.step() == 1
+    assert Job.objects.exists()
     clock.seconds += 1
     take_steps(pruner)
     assert not Job.objects.exists()
@@ -321,16 +322,53 @@ def test_a_worker_that_stops_leaves_the_rest_of_a_round(pruner, clock, monkeypat
     assert Job.objects.count() == 3
 
 
-def test_after_an_error_the_next_round_deletes_the_rest(pruner, clock, monkeypatch):
+def test_what_the_database_refuses_of_one_kind_keeps_no_other_from_being_deleted(
+    pruner, clock, monkeypatch
+):
+    # Given
     old_job(8, state="completed")
+    ProcessedEventFactory(processed_at=ago(days=31))
     clock.seconds += 60
+    # When jobs cannot be deleted
     with monkeypatch.context() as broken:
-        broken.setitem(module._DELETE, Job, Mock(side_effect=OperationalError("away")))
-        with pytest.raises(OperationalError):
+        broken.setitem(module._DELETE, Job, Mock(side_effect=OperationalError("locked")))
+        with pytest.raises(OperationalError, match="locked"):
             take_steps(pruner)
-    assert pruner.step() > 1
-    clock.seconds += 3600
+    # Then the rest is, and the jobs are with the next round, a minute later
+    assert Job.objects.exists() and not ProcessedEvent.objects.exists()
+    clock.seconds += 60
     take_steps(pruner)
+    assert not Job.objects.exists()
+
+
+def test_a_round_that_lasts_longer_than_the_interval_is_not_begun_anew(clock, monkeypatch):
+    # Given chunks of one row, and an interval that is over after each
+    monkeypatch.setattr(module, "CHUNK", 1)
+    pruner = Pruner(replace(current_runtime(), clock=clock), "me", timedelta(seconds=10))
+    old_job(8, state="completed")
+    ProcessedEventFactory(processed_at=ago(days=31))
+    # When
+    for _ in range(40):
+        clock.seconds += 11
+        pruner.step()
+    # Then it has come to the last kinds
+    assert not Job.objects.exists() and not ProcessedEvent.objects.exists()
+
+
+def test_of_two_workers_one_prunes_in_an_interval_and_the_other_takes_over(pruner, clock):
+    other = Pruner(replace(current_runtime(), clock=clock), "other", timedelta(hours=1))
+    clock.seconds += 60
+    take_steps(pruner)
+    old_job(8, state="completed")
+    # The other one has nothing to do while the lease of the first lives
+    take_steps(other)
+    clock.seconds += 300
+    take_steps(other)
+    assert Job.objects.exists()
+    # It looks again soon after the first one has gone
+    pruner.close()
+    clock.seconds += 300
+    take_steps(other)
     assert not Job.objects.exists()
 
 

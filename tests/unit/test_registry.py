@@ -157,7 +157,12 @@ def test_a_module_imported_twice_declares_its_jobs_twice_without_harm():
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("x" * 101, "1 to 100 characters"), ("a\0b", "no database keeps")]
+    ("name", "says"),
+    [
+        ("x" * 101, "1 to 100 characters"),
+        ("a\0b", "no database keeps"),
+        ("two\nlines", "no page can show"),
+    ],
 )
 def test_a_name_that_fits_no_column_is_refused(name, says):
     with pytest.raises(ImproperlyConfigured, match=says):

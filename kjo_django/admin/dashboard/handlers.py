@@ -18,6 +18,7 @@ from kjo_django.conf import get_settings
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.monitoring import metrics
+from kjo_django.operations.search import quoted
 
 SHOWN_ERRORS = 10
 SHARED_SECONDS = 10.0
@@ -77,11 +78,7 @@ def show_one(page: Page, handler: str) -> HttpResponse:
         }
     if page.may("view_job"):
         context["searches"] = [
-            {
-                "label": label,
-                "url": f"{page.url('jobs')}?{urlencode({'q': f'handler:{handler} state:{state}'})}",
-            }
-            for state, label in _STATES.items()
+            {"label": label, "url": _jobs(page, handler, state)} for state, label in _STATES.items()
         ]
     if page.may("view_deadletter"):
         context["errors"] = _errors(page, handler)
@@ -93,6 +90,11 @@ _STATES = {
     "failing": gettext_lazy("Waiting for a retry"),
     "failed": gettext_lazy("Failed for good"),
 }
+
+
+def _jobs(page: Page, handler: str, state: str) -> str:
+    search = f"handler:{quoted(handler)} state:{state}"
+    return f"{page.url('jobs')}?{urlencode({'q': search})}"
 
 
 def _slots(handler: registry.Handler) -> str:

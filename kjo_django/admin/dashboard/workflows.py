@@ -21,7 +21,7 @@ from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.models import Workflow
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.redaction import hide_texts
-from kjo_django.operations.search import running
+from kjo_django.operations.search import quoted, running
 from kjo_django.runtime import jobs_database
 from kjo_django.states import OPEN_WORKFLOWS, JobStatus, WorkflowState
 from kjo_django.store.counting import COUNT_LIMIT
@@ -199,7 +199,7 @@ def _with_address(page: Page, found: Workflow, node: Node) -> Node:
     """Return the node of several stages with the address of the list of their jobs."""
     if node.url or not page.may("view_job"):
         return node
-    return replace(node, url=_jobs(page, f"workflow:{found.pk} handler:{node.handler}"))
+    return replace(node, url=_jobs(page, f"workflow:{found.pk} handler:{quoted(node.handler)}"))
 
 
 def _jobs(page: Page, search: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from kjo_django.clock import CLOCK
@@ -95,18 +95,29 @@ def prune_in_steps(
     """Delete rows older than their retention, a chunk at a time; yield after each chunk, and at the
     end of each kind, the kind and how many rows of it are deleted so far.
 
+    What the database refuses of one kind keeps no other kind from being deleted.
+
     :param dry_run: delete nothing, and yield how many rows would be deleted.
+    :raises DatabaseError: the first of them, at the end; at once if the database is away.
     """
     counts: Counter[str] = Counter()
+    errors: list[DatabaseError] = []
     for kind, (selection, order) in _kinds(retention or Retention.of_settings()).items():
         steps = _counted(selection, order) if dry_run else _deleted(selection, order)
-        for count in steps:
-            counts[kind] += count
-            yield kind, counts[kind]
+        try:
+            for count in steps:
+                counts[kind] += count
+                yield kind, counts[kind]
+        except DatabaseError as error:
+            if not connections[selection.db].is_usable():
+                raise
+            errors.append(error)
         yield kind, counts[kind]
     if not dry_run and (deleted := {kind: count for kind, count in counts.items() if count}):
         shown = ", ".join(f"{count:,} {kind}" for kind, count in deleted.items())
         logger.info("Pruned %s", shown, extra={"pruned": deleted})
+    if errors:
+        raise errors[0]
 
 
 def _kinds(kept: Retention) -> dict[str, tuple[QuerySet[Any], str]]:
