@@ -215,8 +215,8 @@ class JobDefinition(Generic[P, R_co]):
     def using(self, **options: Unpack[UsingOptions]) -> JobDefinition[P, R_co]:
         """Return a copy of the job with options for what is enqueued by this copy.
 
-        An option that is not given, or is None, leaves it to the copied job, then to ``@job``, then
-        to the queue and the settings. ``send.using(delay=60).using(key="a")`` has both options.
+        An option that is not given is that of the copied job, so ``using(delay=60).using(key="a")``
+        sets both. One that is None is left to ``@job``, then to the queue and the settings.
 
         :param id: a unique id, text of 1 to 255 characters: there is one job for each queue and id.
             An enqueue that finds one stores nothing and returns that job's handle, whose ``answer``
@@ -584,7 +584,7 @@ def job(*, batch: int, **options: Unpack[JobOptions]) -> BatchJobDecorator: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
 
-    Durations are timedeltas or numbers of seconds. An option that is None is not given.
+    Durations are timedeltas or numbers of seconds.
 
     :param name: the registered name, ``<app label>.<function>`` if not given; at most 100
         characters. It is stored with every job: give it before you rename a function that has open
