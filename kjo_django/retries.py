@@ -109,7 +109,10 @@ def backoff_of(value: Any) -> OwnBackoff:
             raise TypeError("an ordinary function, not a coroutine's")
         return value  # type: ignore[no-any-return]
     if not isinstance(value, (list, tuple)):
-        return Backoff(delay := _delay(value), delay, 0.0)
+        try:
+            return Backoff(delay := _delay(value), delay, 0.0)
+        except ValueError as error:
+            raise ValueError(f"{error}, a list of these, exponential(…) or a function") from None
     delays = [_delay(each) for each in value]
     if not delays or delays != sorted(delays):
         raise ValueError("an ascending list of delays, with at least one")

@@ -113,7 +113,7 @@ _is_word = re.compile(r"[^\s/]+").fullmatch
 
 def queue_name(value: Any) -> str:
     """The name of a queue: what an address of the REST API and of the dashboard can hold."""
-    if len(text(value)) > MAX_QUEUE_LENGTH or not _is_word(value):
+    if not isinstance(value, str) or len(value) > MAX_QUEUE_LENGTH or not _is_word(value):
         raise ValueError(
             f"text of at most {MAX_QUEUE_LENGTH} characters, without blanks and slashes"
         )

@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests import docstrings
+
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BLOCK = re.compile(r"(<!-- from the code: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -179,6 +181,212 @@ def kafka_owned() -> Iterator[str]:
             for key, (value, reason) in clients.OWNED.items()
         ),
     )
+
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+JOB_OPTIONS = {
+    "Name and queue": ("name queue", "handlers"),
+    "Attempts and time": (
+        "max_attempts backoff retry_on give_up_on timeout result_ttl",
+        "retries",
+    ),
+    "How the function is called": (
+        "takes_context batch atomic database_only serializer",
+        "handlers side-effects serializers",
+    ),
+    "Order and priority": ("key priority", "ordering priorities"),
+    "Limits": ("rate burst rate_key concurrency concurrency_key", "limits"),
+    "Of many enqueues one job": (
+        "unique_for debounce debounce_max unique_by on_conflict",
+        "unique-jobs",
+    ),
+    "Schedule": ("schedule timezone", "schedules"),
+    "What screens show": ("redact", "handlers#hide-fields"),
+}
+"""The options of ``@job`` by what they are about, and the pages that explain these."""
+USING_OPTIONS = {
+    "When": ("delay run_at expires_at", "delays"),
+    "Once": ("id unique_for debounce debounce_max unique_by on_conflict", "unique-jobs"),
+    "Where, in what order": ("queue key priority", "ordering priorities"),
+    "Attempts and results": ("max_attempts result_ttl", "retries queue"),
+    "What goes along": ("headers", "tracing logging"),
+}
+
+
+def _job_option(name: str) -> tuple[str, str, str]:
+    """Return the type of an option of ``@job``, what it accepts, and its default."""
+    from kjo_django.enqueue.definition import _CHECKS, JobOptions
+    from kjo_django.registry import HandlerOptions
+    from kjo_django.values import Rate
+
+    options = {each.name: each for each in fields(HandlerOptions)}
+    declared = JobOptions.__annotations__.get(name)
+    kind = options[name].type if declared is None else declared.__forward_arg__
+    if name in ("name", "timezone"):
+        default: Any = None
+    else:
+        default = Rate(1, 1).burst if name == "burst" else options[name].default
+        default = f'"{default}"' if isinstance(default, str) else default
+    accepted = "text of 1 to 100 characters" if name == "name" else _refusal(_CHECKS[name])
+    return kind, accepted, "`JSON`" if name == "serializer" else shown(default)
+
+
+def _refusal(check: Callable[[Any], Any] | None) -> str:
+    """Return what an option accepts, in the words of its refusal."""
+    try:
+        if check is not None:
+            check(object())
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _using_option(name: str) -> tuple[str, str, str]:
+    """Return the type of an option of ``using()``, what it accepts, and its default."""
+    from kjo_django.enqueue import unique
+    from kjo_django.enqueue.definition import _CONVERSIONS, UsingOptions
+
+    check = {**_CONVERSIONS, **unique.CHECKS}.get(name)
+    return UsingOptions.__annotations__[name].__forward_arg__, _refusal(check), shown(None)
+
+
+def _setting_behind(text: str) -> str:
+    """Return the default of the setting that an option falls back to, as its text says."""
+    from kjo_django.conf import Settings
+
+    match = re.search(r'else `KJO\["(\w+)"\]`', text)
+    defaults = {field.name.upper(): field for field in fields(Settings)}
+    if match is None:
+        return ""
+    return f", which means as the queue says, {match[0]} ({_default(defaults[match[1]])})"
+
+
+def _options(
+    groups: dict[str, tuple[str, str]],
+    docstring: str | None,
+    facts: Callable[[str], tuple[str, str, str]],
+    written: str,
+) -> Iterator[str]:
+    """Yield the options of a function, by groups.
+
+    :param written: an example, with the option in place of ``%s``.
+    """
+    texts = docstrings.read(docstring).params
+    for heading, (names, pages) in groups.items():
+        yield f"## {heading}"
+        yield ""
+        yield f"More: {', '.join(map(_link, pages.split()))}."
+        yield ""
+        for name in names.split():
+            text, example = docstrings.split_example(texts.pop(name))
+            kind, accepted, default = facts(name)
+            yield f"### {name}"
+            yield ""
+            values = f"`{kind}`: {accepted}" if accepted else f"`{kind}`"
+            yield f"{values}. Default: {default}{_setting_behind(text)}."
+            yield ""
+            yield text
+            yield ""
+            yield f"Example: {code(written % example)}"
+            yield ""
+    assert not texts, f"in no group: {', '.join(texts)}"
+
+
+def _link(place: str) -> str:
+    """Return a link to a how-to page, or to a heading of it, by its text there."""
+    page, _, anchor = place.partition("#")
+    text = (REFERENCE.parent / "how-to" / f"{page}.md").read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    wanted = anchor.replace("-", " ")
+    title = next(each for each in headings if not anchor or each.lower() == wanted)
+    return f"[{title}](../how-to/{page}.md{'#' * bool(anchor)}{anchor})"
+
+
+@block
+def job_options() -> Iterator[str]:
+    from kjo_django import job
+
+    return _options(JOB_OPTIONS, job.__doc__, _job_option, "@job(%s)")
+
+
+@block
+def using_options() -> Iterator[str]:
+    from kjo_django import JobDefinition
+
+    return _options(USING_OPTIONS, JobDefinition.using.__doc__, _using_option, "remind.using(%s)")
+
+
+def _functions(*functions: Callable[..., Any]) -> Iterator[str]:
+    for function in functions:
+        yield f"## {function.__name__}()"
+        yield ""
+        yield from docstrings.function_lines(function.__name__, function)
+
+
+@block
+def exponential_backoff() -> Iterator[str]:
+    from kjo_django import exponential
+
+    return _functions(exponential)
+
+
+def job_classes_described() -> list[tuple[type[Any], type[Any] | None]]:
+    """Return the classes of the page about jobs, each with the base described before."""
+    from kjo_django import BatchItem, JobContext, JobDefinition, JobHandle
+    from kjo_django.enqueue.handle import JobSnapshot
+    from kjo_django.enqueue.job_status import Progress
+
+    return [
+        (JobDefinition, None),
+        (JobHandle, None),
+        (JobSnapshot, None),
+        (Progress, None),
+        (JobContext, None),
+        (BatchItem, JobContext),
+    ]
+
+
+@block
+def job_classes() -> Iterator[str]:
+    from kjo_django import enqueue_on_save
+
+    options = {"using": "Its options are described in [Options of using()](using.md)."}
+    for kind, base in job_classes_described():
+        yield from docstrings.class_lines(kind, table, base, options)
+    yield from _functions(enqueue_on_save)
+
+
+def workflow_classes_described() -> list[tuple[type[Any], type[Any] | None]]:
+    """Return the classes of the page about workflows, each with the base described before."""
+    from kjo_django import Workflow
+    from kjo_django.enqueue.definition import Step
+    from kjo_django.workflows.definition import Chain, Group, WorkflowStep
+    from kjo_django.workflows.snapshots import StepNumbers, WorkflowSnapshot
+    from kjo_django.workflows.step_context import StepOutcome, WorkflowContext
+    from kjo_django.workflows.workflow_handle import WorkflowHandle
+
+    return [
+        (Step, None),
+        (Chain, None),
+        (Group, Chain),
+        (Workflow, None),
+        (WorkflowStep, None),
+        (WorkflowHandle, None),
+        (WorkflowSnapshot, None),
+        (StepNumbers, None),
+        (WorkflowContext, None),
+        (StepOutcome, None),
+    ]
+
+
+@block
+def workflow_classes() -> Iterator[str]:
+    from kjo_django import chain, group
+
+    yield from _functions(chain, group)
+    for kind, base in workflow_classes_described():
+        yield from docstrings.class_lines(kind, table, base)
 
 
 # --- Commands -------------------------------------------------------------------------------------

@@ -7,7 +7,17 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import repeat
-from typing import Any, Concatenate, Generic, Literal, Protocol, TypedDict, Unpack, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import models, router, transaction
@@ -32,6 +42,7 @@ from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_types
+from kjo_django.running_job import Run
 from kjo_django.runtime import Runtime, database_of, runtime_of
 from kjo_django.timetables import cron_expression, zone_name
 from kjo_django.values import (
@@ -53,41 +64,33 @@ from kjo_django.values import (
 
 Coro = Coroutine[Any, Any, R]
 """What a call of a coroutine function returns."""
+Context = TypeVar("Context", bound=Run)
+"""How a function annotates the context it takes: a ``JobContext``, which is of a layer above."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnqueueOptions:
-    """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings.
+    """What ``using(...)`` has set for one enqueue; ``JobDefinition.using`` says what each means.
+    None leaves it to the job and the settings.
 
     Durations may be given in seconds; they are kept as timedeltas.
     """
 
     id: str | None = None
-    """Unique id: one job per queue and id; see ``JobHandle`` for the answer to a second one."""
     key: str | None = None
     delay: timedelta | None = None
     run_at: datetime | None = None
     expires_at: datetime | None = None
-    """Not started by then, never started; it ends as a dead letter that says so."""
     max_attempts: int | None = None
     result_ttl: timedelta | None = None
-    """How long its result and error are kept."""
     queue: str | None = None
     priority: int | None = None
-    """From -100 to 100, the highest first."""
     headers: Mapping[str, str] | None = None
     unique_for: timedelta | None = None
-    """One job in so long a time, counted from the first; see ``unique_by`` and ``on_conflict``."""
     unique_by: Sequence[str] | None = None
-    """The arguments that tell one job from another, of ``unique_for`` and ``debounce``: all if not
-    given, none of them if empty."""
     debounce: timedelta | None = None
-    """Due once no further enqueue has come for so long; the last payload runs."""
     debounce_max: timedelta | None = None
-    """Due so long after the first enqueue, however many have followed."""
     on_conflict: str | None = None
-    """What an enqueue does that meets a job of its id or window: ``keep`` it (the default),
-    ``replace`` it if it has not begun, or ``raise`` ``JobExistsError``."""
 
     def __post_init__(self) -> None:
         if self.id is not None:
@@ -117,7 +120,7 @@ def _converted(name: str, value: Any) -> Any:
 
 
 class UsingOptions(TypedDict, total=False):
-    """The options of ``using()`` for type checkers; `EnqueueOptions` says what they mean."""
+    """The options of ``using()`` for type checkers; the method says what they mean."""
 
     id: str | None
     key: str | None
@@ -175,23 +178,30 @@ class Step:
     """A job and its payload, to be put into a chain, a group or a workflow."""
 
     job: JobDefinition[..., Any]
+    """The job, with the options that ``using()`` has given it."""
     payload: dict[str, Any]
+    """The arguments that it is called with."""
 
 
 class JobDefinition(Generic[P, R_co]):
-    """A registered handler: call it to run the function here and now, ``enqueue`` it for later.
+    """What ``@job`` makes of a function: call it to run the function here and now, ``enqueue`` it
+    to have a worker run it later.
 
     For type checkers it has the function's arguments, without the context, and its result.
     """
 
     def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
         self.handler = handler
+        """The function and the options of ``@job``; for this package's own use."""
         self.options: EnqueueOptions = options or EnqueueOptions()
+        """What ``using()`` has set; for this package's own use."""
         self._unique = unique.rule_of(self.options, handler)
         functools.update_wrapper(self, handler.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function directly, as if it were not a job."""
+        """Run the function directly, as if it were not a job. It is called with exactly these
+        arguments: a function with a context is given the context first. Nothing is stored.
+        """
         return self.handler.function(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -199,14 +209,59 @@ class JobDefinition(Generic[P, R_co]):
 
     @property
     def name(self) -> str:
-        """The registered name."""
+        """The registered name, which is stored with every job."""
         return self.handler.name
 
     def using(self, **options: Unpack[UsingOptions]) -> JobDefinition[P, R_co]:
-        """Return a copy with options for the next enqueues, see ``EnqueueOptions``.
+        """Return a copy of the job with options for what is enqueued by this copy.
 
+        An option that is not given is that of the copied job, so ``using(delay=60).using(key="a")``
+        sets both. One that is None is left to ``@job``, then to the queue and the settings.
+
+        :param id: a unique id, text of 1 to 255 characters: there is one job for each queue and id.
+            An enqueue that finds one stores nothing and returns that job's handle, whose ``answer``
+            is ``"duplicate"`` or ``"completed"``; see ``on_conflict``. When that job was cancelled,
+            or its result is no longer kept, the id is free. Example: ``id="order-7"``.
+        :param key: jobs with this key run one at a time and in order, instead of by the key that
+            ``@job`` gives them. Text of at most 255 characters; an empty one: without order.
+            Example: ``key="customer-3"``.
+        :param delay: how long after the enqueue the job is due, a timedelta or seconds, at most ten
+            years. It may start later, when no lane is free. Not with ``run_at``.
+            Example: ``delay=300``.
+        :param run_at: the moment at which the job is due, an aware datetime. Not with ``delay``.
+            Example: ``run_at=timezone.now() + timedelta(days=1)``.
+        :param expires_at: the moment, an aware datetime, after which no attempt of the job is
+            started. One that has not been started by then is a dead letter with the reason
+            ``expired``. Example: ``expires_at=timezone.now() + timedelta(minutes=10)``.
+        :param max_attempts: executions, the first one included, before the job is a dead letter.
+            Example: ``max_attempts=1``.
+        :param result_ttl: how long the result or error of the job is kept after its end, a
+            timedelta or seconds. Example: ``result_ttl=timedelta(days=1)``.
+        :param queue: another queue than that of ``@job``. A handler uses it, or ``KJO["QUEUES"]``
+            declares it; else the enqueue is a ValueError. Example: ``queue="default"``.
+        :param priority: from -100 to 100, the highest first, instead of that of ``@job``.
+            Example: ``priority=50``.
+        :param headers: text by name that goes with the job, outside its payload: the handler reads
+            it in ``context.headers``. A job that is enqueued by a handler gets the trace and the
+            ``correlation-id`` of the running one, unless they are given.
+            Example: ``headers={"correlation-id": "request-17"}``.
+        :param unique_for: of the enqueues with the same arguments, one in so long a time, a
+            timedelta or seconds, stores a job. Instead of that of ``@job``; not with ``id``.
+            Example: ``unique_for=3600``.
+        :param unique_by: the names of the arguments that ``unique_for`` and ``debounce`` compare;
+            an empty list: none, so there is one job. Example: ``unique_for=3600, unique_by=[]``.
+        :param debounce: of the enqueues with the same arguments the last one runs, once no other
+            has come for so long, a timedelta or seconds. Not with ``id``, ``delay`` and ``run_at``.
+            Example: ``debounce=30``.
+        :param debounce_max: a debounced job is due so long after the first enqueue at the latest,
+            a timedelta or seconds. Example: ``debounce=30, debounce_max=300``.
+        :param on_conflict: what an enqueue does that finds a job of its id or its time window:
+            ``"keep"`` that job, which is the default; ``"replace"`` it if it is not running and has
+            not ended; or ``"raise"`` ``JobExistsError``.
+            Example: ``id="order-7", on_conflict="replace"``.
         :raises TypeError: there is no such option.
-        :raises ValueError: a value is not one that the option takes.
+        :raises ValueError: a value is not one that the option takes, or two options exclude each
+            other.
         """
         refuse_unknown(options, UsingOptions.__annotations__, "using")
         given: dict[str, Any] = {**options}  # durations, which the options keep as timedeltas
@@ -221,7 +276,8 @@ class JobDefinition(Generic[P, R_co]):
 
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
-        :raises JobExistsError: it meets another job, and is to raise then. Nothing is written.
+        :raises JobExistsError: ``on_conflict="raise"`` and there is such a job. Nothing is written.
+        :raises ValueError: the queue is not declared, or the key is too long.
         """
         if arguments:
             raise TypeError(
@@ -239,23 +295,31 @@ class JobDefinition(Generic[P, R_co]):
             raise coroutine_error("enqueue", self.handler.example_of("aenqueue")) from None
 
     def step(self, /, **payload: Any) -> Step:
-        """Return a step for a chain, a group or a workflow. It is checked when that is enqueued."""
+        """Return a step for a chain, a group or a workflow. It is checked when that is enqueued.
+
+        :param payload: the arguments by keyword. A step of a chain may leave out the one that is
+            given the result of the step before.
+        """
         return Step(self, payload)
 
     async def aenqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
-        """``enqueue`` from asynchronous code."""
+        """``enqueue`` from asynchronous code; raises what it raises."""
         return await from_coroutine(self.enqueue)(*arguments, **payload)
 
     @awaited_as("sync_to_async(job.enqueue_many)(payloads)")
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
     ) -> list[JobHandle[R_co]]:
-        """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none.
+        """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none, and return a
+        handle for each, in their order.
 
-        :param ids: a unique id for each payload; then each answer tells whether it was new.
+        :param payloads: the arguments of each job by name.
+        :param ids: a unique id for each payload; each handle's ``is_new`` says whether its job was
+            stored.
         :raises TypeError: the function does not take the arguments of one of them.
         :raises PayloadError: one cannot be serialized or is too large. A note on the exception says
             which. Nothing is written.
+        :raises ValueError: there are more payloads than ids, or fewer.
         """
         wanted = (
             zip(payloads, repeat(self.options.id))
@@ -499,9 +563,9 @@ class ContextJobDecorator(Protocol):
     """What ``@job(takes_context=True)`` returns: the function's first argument is the context."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coro[R]], /) -> JobDefinition[P, R]: ...
+    def __call__(self, f: Callable[Concatenate[Context, P], Coro[R]], /) -> JobDefinition[P, R]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], R], /) -> JobDefinition[P, R]: ...
+    def __call__(self, f: Callable[Concatenate[Context, P], R], /) -> JobDefinition[P, R]: ...
 
 
 BatchJobDecorator = Callable[[Callable[..., Any]], JobDefinition[..., Any]]
@@ -520,53 +584,97 @@ def job(*, batch: int, **options: Unpack[JobOptions]) -> BatchJobDecorator: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
 
-    :param name: registered name, ``<app label>.<function>`` by default; it is stored with every
-        job, so it must outlive renamings of the function.
-    :param queue: queue its jobs go to.
-    :param key: payload field, or function of the payload, whose value orders jobs: those of one
-        key run one at a time and in order.
-    :param priority: from -100 to 100; jobs of the highest run first. On a broker the levels of its
-        queue decide, see the queue's ``priorities``. A job with a key has that of its level.
-    :param max_attempts: executions before a job is dead-lettered.
-    :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
+    Durations are timedeltas or numbers of seconds.
+
+    :param name: the registered name, ``<app label>.<function>`` if not given; at most 100
+        characters. It is stored with every job: give it before you rename a function that has open
+        jobs, so that they still find it. Example: ``name="shop.remind"``.
+    :param queue: the queue its jobs go to. Give slow jobs another queue than those that somebody
+        waits for: a worker can serve some queues only. Example: ``queue="mails"``.
+    :param key: the name of an argument, or a function of the arguments, whose value orders jobs:
+        those with one key run one at a time, in the order in which they were enqueued. Jobs without
+        a key have no order. Example: ``key="order_id"``.
+    :param priority: from -100 to 100; of the jobs that wait, those with the highest run first. On
+        Kafka and Redis Streams it matters only where the queue has several ``priorities``. A job
+        with a key has the priority of its level. Example: ``priority=50``.
+    :param max_attempts: executions, the first one included, before a job is a dead letter; that of
+        the queue if not given, else ``KJO["MAX_ATTEMPTS"]``. A job that must not run again after an
+        error has 1. Example: ``max_attempts=3``.
+    :param timeout: the longest run of an attempt, a timedelta or seconds; past it the attempt has
+        failed, and the next one follows. That of the queue if not given, else ``KJO["TIMEOUT"]``.
+        Example: ``timeout=60``.
     :param backoff: the delay before the next attempt: ``exponential(2, max=600)``, a delay, an
         ascending list of delays whose last one repeats, or a function of the failed attempt's
-        number and its error. Delays are timedeltas or seconds.
-    :param retry_on: the only exceptions after which it is tried again, beside ``Retry`` and those
-        that pause; all if not given.
-    :param give_up_on: exceptions after which it is a dead letter at once.
-    :param result_ttl: how long its results and errors are kept.
-    :param atomic: run in the one transaction that also records the outcome, so its writes to the
-        database happen once. False: outside any transaction, under a renewed lease; use it for slow
-        calls to other systems, with ``context.idempotency_key``.
-    :param database_only: promise that it has no effect but in the job's database: no mail, no call,
-        no file, no cache. Its jobs then share a transaction without savepoints between them; when
-        one fails, all of its group are undone and run again with them, in the same attempt.
-    :param takes_context: pass a ``JobContext`` as the first argument.
-    :param batch: most jobs one call takes: the function gets a list of ``BatchItem`` instead of
-        arguments, and returns None or a list of one result for each. It is called with what is
-        there: nothing waits for a batch to be full.
-    :param serializer: how its payloads and results become bytes.
-    :param rate: how many of its jobs all workers together start in a time: ``"5/s"``, ``"100/m"``.
-        A job beyond that waits; it takes no lane and spends no attempt.
-    :param burst: how many may start at once when none has started for long.
-    :param rate_key: payload field, or function of the payload: each value has a rate of its own.
-    :param concurrency: how many of its jobs run at once in all workers together.
-    :param concurrency_key: as ``rate_key``, for ``concurrency``.
-    :param redact: fields of its payloads and results that no screen shows, beside those of
-        ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
+        number and its error. Delays are timedeltas or seconds. If not given, it doubles from
+        ``KJO["BACKOFF_BASE"]`` to ``KJO["BACKOFF_MAX"]``. Example: ``backoff=[1, 10, 60]``.
+    :param retry_on: the only exceptions after which there is another attempt, beside ``Retry`` and
+        those that pause; after others the job is a dead letter at once. All if not given.
+        Example: ``retry_on=(ConnectionError, TimeoutError)``.
+    :param give_up_on: the exceptions after which the job is a dead letter at once: those that
+        another attempt cannot change, such as that of a wrong input. It wins over ``retry_on``.
+        Example: ``give_up_on=ValueError``.
+    :param result_ttl: how long a job's result or error is kept after its end, a timedelta or
+        seconds; that of the queue if not given, else ``KJO["RESULT_TTL"]``. It also says how long
+        an ``id`` that has completed is answered with its result.
+        Example: ``result_ttl=timedelta(days=1)``.
+    :param atomic: True: the handler runs in the one transaction that also records the outcome, so
+        its writes to the database happen once. False: it runs outside any transaction, under a
+        renewed lease, and what it has done is repeated if the worker dies before the outcome is
+        recorded. Use False for slow calls to other systems, with ``context.idempotency_key``, and
+        where others are to see its writes before it ends.
+        Example: ``atomic=False``.
+    :param database_only: True promises that the handler has no effect but in the job's database: no
+        mail, no call, no file, no cache. Its jobs then share a transaction without savepoints
+        between them; when one fails, all of its group are undone and run again with savepoints, in
+        the same attempt. It makes quick handlers cheaper. Example: ``database_only=True``.
+    :param takes_context: pass a ``JobContext`` as the first argument, which is not an argument of
+        ``enqueue``: for the idempotency key, the number of the attempt, progress, a request to end
+        early, and the other steps of a workflow. Example: ``takes_context=True``.
+    :param batch: the most jobs that one call takes: the function gets a list of ``BatchItem``
+        instead of arguments, and returns None or a list of one result for each. It is called with
+        the jobs that are there: nothing waits for a batch to be full. Not with ``takes_context``.
+        Example: ``batch=100``.
+    :param serializer: makes bytes of payloads and results, an object with ``content_type``,
+        ``dumps()`` and ``loads()``. It matters where arguments or results are no JSON, and where
+        programs in other languages read them. Example: ``serializer=JSON``.
+    :param rate: how many of its jobs all workers together start in a time: ``"5/s"``, ``"100/m"``,
+        ``"10/30s"``. A job beyond that waits; it takes no lane and spends no attempt. Retries are
+        starts, too. Use it for a service that takes so many calls. Example: ``rate="100/m"``.
+    :param burst: how many may start at once when none has started for long; with ``rate``. In its
+        time at most ``rate + burst - 1`` start. Example: ``rate="10/s", burst=20``.
+    :param rate_key: the name of an argument, or a function of the arguments: each value has a rate
+        of its own. With ``rate``. Example: ``rate="5/s", rate_key="order_id"``.
+    :param concurrency: how many of its jobs run at once in all workers together. Others wait, and
+        take no lane. Use it for what has room for so many, such as memory or licences.
+        Example: ``concurrency=3``.
+    :param concurrency_key: the name of an argument, or a function of the arguments: the jobs with
+        each value are counted for themselves. With ``concurrency``.
+        Example: ``concurrency=1, concurrency_key="order_id"``.
+    :param redact: the fields of payloads and results that no screen shows, beside those of
+        ``KJO["REDACT"]``: those whose name contains one of these, in any case. They are stored and
+        sent unchanged. Example: ``redact=["iban", "birthday"]``.
     :param schedule: enqueue the job periodically: a cron expression, a timedelta, or a dict of
         options as in ``KJO["SCHEDULES"]``. The schedule has the job's name.
-    :param timezone: the zone of the cron expression; Django's ``TIME_ZONE`` if not given.
-    :param unique_for: of the enqueues with the same arguments, one in so long a time stores a job.
-    :param unique_by: the arguments that ``unique_for`` and ``debounce`` compare; all if not given.
-    :param debounce: of the enqueues with the same arguments, the last one runs, once no other has
-        come for so long.
-    :param debounce_max: a debounced job is due so long after the first enqueue at the latest.
-    :param on_conflict: what an enqueue does that finds a job of its window: ``keep`` it, or
-        ``replace`` it if it has not begun, or ``raise`` an error.
+        Example: ``schedule="0 3 * * *"``.
+    :param timezone: the zone of the cron expression; Django's ``TIME_ZONE`` if not given. With
+        ``schedule``. Example: ``schedule="0 3 * * *", timezone="Europe/Berlin"``.
+    :param unique_for: of the enqueues with the same arguments, one in so long a time, a timedelta
+        or seconds, stores a job; the handles of the others lead to it. The time begins when that
+        job is stored. Use it for a double click, or a webhook that is sent twice.
+        Example: ``unique_for=3600``.
+    :param unique_by: the names of the arguments that ``unique_for`` and ``debounce`` compare: all
+        if not given, none if empty. Example: ``unique_for=3600, unique_by=["order_id"]``.
+    :param debounce: of the enqueues with the same arguments the last one runs, once no other has
+        come for so long, a timedelta or seconds. Use it for a row that is saved again and
+        again. Not with ``unique_for``. Example: ``debounce=30``.
+    :param debounce_max: a debounced job is due so long after the first enqueue at the latest, a
+        timedelta or seconds. Without it, enqueues that never pause put the job off for ever.
+        Example: ``debounce=30, debounce_max=300``.
+    :param on_conflict: what an enqueue does that finds a job of its ``unique_for``: ``"keep"`` that
+        job, which is the default; ``"replace"`` it if it is not running and has not ended; or
+        ``"raise"`` ``JobExistsError``. Example: ``unique_for=3600, on_conflict="raise"``.
     :raises TypeError: there is no such option.
-    :raises ValueError: the value of one means nothing.
+    :raises ValueError: the value of one means nothing, or two options exclude each other.
     :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
     """
     refuse_unknown(options, {"name", *_CHECKS}, "job")
@@ -660,17 +768,20 @@ def _check_storable(text: str, what: str) -> None:
 
 # --- A model's save -------------------------------------------------------------------------------
 
+M = TypeVar("M", bound=models.Model)
+
 
 def enqueue_on_save(
-    model: type[models.Model],
+    model: type[M],
     job: JobDefinition[..., Any],
     *,
-    payload: Callable[[Any], Mapping[str, Any]],
+    payload: Callable[[M], Mapping[str, Any]],
     created: bool | None = None,
-    condition: Callable[[Any], bool] | None = None,
-    id: Callable[[Any], str] | None = None,
+    condition: Callable[[M], bool] | None = None,
+    id: Callable[[M], str] | None = None,
 ) -> None:
-    """Enqueue ``job`` whenever an instance of ``model`` is saved.
+    """Enqueue ``job`` whenever an instance of ``model`` is saved. Call it once, where the app is
+    loaded: in ``jobs.py``.
 
     Django sends ``post_save`` after an autocommitted save has been committed; a crash in between
     would lose the job. So the model's saves are given a transaction of their own here: the row and
@@ -683,9 +794,11 @@ def enqueue_on_save(
     A save in another database than that of the job's queue raises ``ImproperlyConfigured`` and is
     rolled back: the two could not be committed together.
 
+    :param model: the model; one that is abstract has no rows, so hook those that inherit from it.
+    :param job: the job, with the options that ``using()`` has given it.
     :param payload: makes the handler's keyword arguments from the instance.
     :param created: True for new rows only, False for changed rows only, None for both.
-    :param condition: further condition on the instance.
+    :param condition: says whether this instance is enqueued; all if not given.
     :param id: makes the job's unique id from the instance.
     """
     if id is not None:

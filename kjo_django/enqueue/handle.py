@@ -42,11 +42,15 @@ class JobSnapshot:
     """What one look at a job has found."""
 
     id: str
+    """The job's id."""
     status: JobStatus
+    """The state that people are shown."""
     created_at: datetime
+    """When it was enqueued."""
     available_at: datetime | None
     """When it is due; None: when its limit lets it start."""
     finished_at: datetime | None = None
+    """When it ended; None: it has not."""
     progress: Progress | None = None
     """The latest report of an open job."""
     result: Any = NO_RESULT
@@ -146,7 +150,8 @@ def _snapshot(
 
 @dataclass(slots=True, eq=False, repr=False)
 class JobHandle(Generic[R_co]):
-    """The answer to an enqueue, and a way to follow the job; duplicates are answers, never errors.
+    """The answer to an enqueue, and a way to follow the job. A job that was there already is an
+    answer, too, and an error only with ``on_conflict="raise"``.
 
     ``JobHandle.of(id)`` makes one again from the job's id. A handle is pickled as this id. What is
     asked of it is read anew each time. For type checkers, its result has the type that the handler
@@ -154,6 +159,7 @@ class JobHandle(Generic[R_co]):
     """
 
     job_id: uuid.UUID
+    """The job's id."""
     answer: Literal["queued", "replaced", "duplicate", "completed"] | None = None
     """What the enqueue did: the job is queued; it has replaced one that waited; another has its
     unique id; that one has completed. None for a handle that was made again."""
@@ -169,6 +175,7 @@ class JobHandle(Generic[R_co]):
     def of(cls, id: uuid.UUID | str) -> JobHandle[Any]:
         """Return the handle of the job with this id, whether there is such a job or not.
 
+        :param id: the job's id, also as text.
         :raises ValueError: it is no UUID.
         """
         try:
@@ -217,7 +224,7 @@ class JobHandle(Generic[R_co]):
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
         """Return the job's result as soon as it has completed. The end is found by polling.
 
-        :param timeout: seconds.
+        :param timeout: the longest wait, in seconds.
         :raises JobTimeoutError: the time is over; the job may still complete.
         :raises JobFailedError: it failed for good.
         :raises JobCancelledError: it was cancelled, or enqueued anew meanwhile.
@@ -229,7 +236,10 @@ class JobHandle(Generic[R_co]):
             return waiter.wait(self._awaited())  # type: ignore[no-any-return]
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
-        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile."""
+        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile.
+
+        :param timeout: the longest wait, in seconds.
+        """
         waiter = Waiter(timeout, releases=True)
         with use_database(await from_coroutine(self._database)()):
             found: R_co = await waiter.await_(await from_coroutine(self._awaited)())

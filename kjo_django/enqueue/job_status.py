@@ -113,7 +113,9 @@ class Progress(NamedTuple):
     """How far a job reports it has got."""
 
     percent: float | None
+    """From 0 to 100; None where there is only a text."""
     text: str
+    """What is being done; may be empty."""
 
 
 def progress_name(job_id: str) -> str:

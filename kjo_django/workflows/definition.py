@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from django.db.models import Model
@@ -35,8 +35,13 @@ STORED_ALIKE = 20
 """From so many steps of a stage on, they are stored without an instance of each."""
 
 
+FailurePolicy = Literal["cancel", "run", "hold"] | OnFailure
+"""What becomes of a step when one that it waits for fails for good: it is cancelled, it runs all
+the same, or it waits until the failed step has completed."""
+
+
 class WorkflowStep:
-    """A step of a workflow that is being put together."""
+    """A step of a workflow that is being put together: what ``add`` returns."""
 
     __slots__ = ("graph", "job", "number", "on_failure", "payload", "required", "source")
 
@@ -44,18 +49,26 @@ class WorkflowStep:
         self, graph: Graph, number: int, step: Step, on_failure: str | None, source: Any = None
     ) -> None:
         self.graph: Graph = graph
+        """Its workflow's steps; for this package's own use."""
         self.number: int = number
+        """Its place among the steps of its workflow, from 0."""
         self.job: JobDefinition[..., Any] = step.job
+        """The job that it runs."""
         self.payload: dict[str, Any] = step.payload
+        """The arguments that the job is called with."""
         self.on_failure: str | None = on_failure
+        """What becomes of it when a step that it waits for fails for good; None: as the workflow
+        says."""
         self.required: set[int] = set()
         """The numbers of the steps that it waits for."""
         self.source: WorkflowStep | None = source
-        """The step whose result it may be given."""
+        """The step whose result it may be given; for this package's own use."""
 
     def after(self, *steps: WorkflowStep) -> WorkflowStep:
-        """Let this step wait for other steps of its workflow, too.
+        """Let this step wait for other steps of its workflow, too, and return it.
 
+        :param steps: what ``add`` has returned for these steps.
+        :raises TypeError: one is no step that ``add`` has returned.
         :raises ValueError: that is another workflow's step, or the workflow is stored already.
         """
         self.graph.check_open()
@@ -368,7 +381,11 @@ class _Part:
     """Steps that can be enqueued as a workflow, or be put into a chain or a group."""
 
     def then(self, part: Step | _Part) -> Chain:
-        """Return a chain of this and of what runs once when all of this has ended."""
+        """Return a chain of this and of what runs once when all of this has ended.
+
+        :param part: ``job.step(…)``, a chain or a group.
+        :raises TypeError: it is none of these.
+        """
         return Chain([self, part])
 
     def enqueue(
@@ -376,16 +393,20 @@ class _Part:
         *,
         name: str = "",
         id: str | None = None,
-        on_failure: str = OnFailure.CANCEL,
+        on_failure: FailurePolicy = OnFailure.CANCEL,
         deadline: timedelta | datetime | None = None,
     ) -> WorkflowHandle:
         """Store the steps as a workflow, in the caller's transaction, and return a handle.
 
-        :param name: what people see it as; by default the name of the first job.
-        :param id: unique id: one workflow per name and id; a second one is not stored.
+        :param name: what people see it as, text of 1 to 100 characters; the name of the first job
+            if not given.
+        :param id: unique id: one workflow per name and id; a second one is not stored, and the
+            handle leads to the first.
         :param on_failure: what becomes of a step when one that it waits for fails for good:
-            "cancel", "run" or "hold".
-        :param deadline: until when all must have ended, or how long that may take.
+            ``"cancel"``, ``"run"`` or ``"hold"``.
+        :param deadline: until when all must have ended, an aware datetime, or how long that may
+            take, a timedelta. Then what has not ended is cancelled, and the workflow has failed.
+        :raises ValueError: there are no steps, or an option means nothing.
         :raises TypeError: a step does not take its arguments; the message names it.
         :raises PayloadError: a payload cannot be serialized; the message names the step.
         """
@@ -396,15 +417,24 @@ class _Part:
         workflow.name = _checked_name(name or workflow.graph.steps[0].job.name)
         return workflow.enqueue()
 
-    async def aenqueue(self, **options: Any) -> WorkflowHandle:
-        """``enqueue`` from asynchronous code."""
-        return await from_coroutine(self.enqueue)(**options)
+    async def aenqueue(
+        self,
+        *,
+        name: str = "",
+        id: str | None = None,
+        on_failure: FailurePolicy = OnFailure.CANCEL,
+        deadline: timedelta | datetime | None = None,
+    ) -> WorkflowHandle:
+        """``enqueue`` from asynchronous code, with the same options."""
+        return await from_coroutine(self.enqueue)(
+            name=name, id=id, on_failure=on_failure, deadline=deadline
+        )
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
     ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
         """Add the steps to a graph; return the last of them, and the one whose result what follows
-        is given, if there is one.
+        is given, if there is one. For this package's own use.
 
         :param after: the steps to wait for.
         :param source: the step whose result the first ones are given.
@@ -413,30 +443,32 @@ class _Part:
 
 
 class Chain(_Part):
-    """Steps that run one after the other."""
+    """Steps that run one after the other: what ``chain(…)`` returns."""
 
     def __init__(self, parts: Sequence[Step | _Part]) -> None:
         self.parts: list[Step | _Part] = [_checked_part(part, "chain") for part in parts]
+        """What it is made of, in its order."""
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
     ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
-        """Add each part behind the one before."""
+        """Add each part behind the one before; for this package's own use."""
         for part in self.parts:
             after, source = _add(part, graph, after, source)
         return after, source
 
 
 class Group(_Part):
-    """Steps that run at the same time."""
+    """Steps that run at the same time: what ``group(…)`` returns."""
 
     def __init__(self, parts: Iterable[Step | _Part]) -> None:
         self.parts: list[Step | _Part] = [_checked_part(part, "group") for part in parts]
+        """Its members."""
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
     ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
-        """Add each part behind the same steps."""
+        """Add each part behind the same steps; for this package's own use."""
         last = [step for part in self.parts for step in _add(part, graph, after, source)[0]]
         return last or after, None
 
@@ -469,6 +501,10 @@ def chain(*parts: Step | _Part) -> Chain:
 
     A step gets that result as the one argument that its function requires and its payload does not
     give. A function that requires nothing more is not given it.
+
+    :param parts: ``job.step(…)``, other chains, and groups; what follows a group is given no
+        result.
+    :raises TypeError: one is none of these.
     """
     return Chain(parts)
 
@@ -476,7 +512,8 @@ def chain(*parts: Step | _Part) -> Chain:
 def group(*parts: Step | _Part | Iterable[Step | _Part]) -> Group:
     """Return steps that run at the same time; see ``then`` for what runs once when all have ended.
 
-    :param parts: the members, or one iterable of them.
+    :param parts: the members, or one iterable of them: ``job.step(…)``, chains, and other groups.
+    :raises TypeError: one is none of these.
     """
     if len(parts) == 1 and not isinstance(parts[0], Step | _Part):
         return Group(parts[0])
@@ -489,12 +526,15 @@ class Workflow:
     As a context manager it is stored where the block ends, in one transaction; not at all if the
     block raises.
 
-    :param name: what people see it as.
-    :param id: unique id: one workflow per name and id; a second one is not stored.
+    :param name: what people see it as, text of 1 to 100 characters.
+    :param id: unique id: one workflow per name and id; a second one is not stored, and the handle
+        leads to the first.
     :param on_failure: what becomes of a step that declares nothing else when one that it waits for
-        fails for good: "cancel", "run" or "hold".
-    :param deadline: until when all must have ended, or how long that may take. Then what has not
-        ended is cancelled, and the workflow has failed.
+        fails for good: ``"cancel"``, ``"run"`` or ``"hold"``.
+    :param deadline: until when all must have ended, an aware datetime, or how long that may take
+        from the enqueue on, a timedelta. Then what has not ended is cancelled, and the workflow has
+        failed.
+    :raises ValueError: one of these means nothing.
     """
 
     def __init__(
@@ -502,13 +542,16 @@ class Workflow:
         name: str,
         *,
         id: str | None = None,
-        on_failure: str = OnFailure.CANCEL,
+        on_failure: FailurePolicy = OnFailure.CANCEL,
         deadline: timedelta | datetime | None = None,
     ) -> None:
         self.name: str = _checked_name(name)
+        """What people see it as."""
         options = EnqueueOptions(id=id)  # checks it
         self.id: str | None = options.id
+        """Its unique id, if it has one; not that of ``handle``."""
         self.on_failure: str = checked_on_failure(on_failure, name)
+        """What becomes of a step that declares nothing else."""
         if isinstance(deadline, timedelta):
             is_valid = timedelta(0) < deadline <= timedelta(days=36500)
         else:
@@ -520,10 +563,12 @@ class Workflow:
                 f"{name}: deadline must be a positive timedelta or an aware datetime, "
                 f"not {deadline!r}"
             )
-        self.deadline = deadline
+        self.deadline: timedelta | datetime | None = deadline
+        """Until when all must have ended, or how long that may take."""
         self.graph: Graph = Graph()
+        """Its steps; for this package's own use."""
         self.handle: WorkflowHandle | None = None
-        """To follow the workflow, once it is stored."""
+        """To follow the workflow, once it is stored; None before."""
 
     def add(
         self,
@@ -531,15 +576,19 @@ class Workflow:
         /,
         *,
         after: WorkflowStep | Iterable[WorkflowStep] | None = None,
-        on_failure: str | None = None,
+        on_failure: FailurePolicy | None = None,
         **payload: Any,
     ) -> WorkflowStep:
         """Add a step and return it, for others to wait for.
 
-        :param job: the job with its payload as keyword arguments, or ``job.step(…)``.
-        :param after: the steps it waits for.
+        :param job: the job, or ``job.step(…)``; ``using()`` may have set options of it, but no
+            ``id``, ``unique_for`` and ``debounce``.
+        :param after: the step or the steps it waits for; none: it starts at once.
         :param on_failure: what becomes of this step when one that it waits for fails for good:
-            "cancel", "run" or "hold"; None: as the workflow says.
+            ``"cancel"``, ``"run"`` or ``"hold"``; None: as the workflow says.
+        :param payload: the arguments of the job.
+        :raises TypeError: the job is none, or a step to wait for was not returned by ``add``.
+        :raises ValueError: the workflow has been enqueued, or a step belongs to another one.
         """
         return self.graph.add(step_of(job, payload), after, on_failure)
 
@@ -547,7 +596,8 @@ class Workflow:
     def enqueue(self) -> WorkflowHandle:
         """Store the workflow and its steps in the caller's transaction, and return a handle.
 
-        :raises ValueError: there are no steps, or some wait for one another in a circle.
+        :raises ValueError: there are no steps, some wait for one another in a circle, or it has
+            been enqueued already.
         :raises TypeError: a step does not take its arguments; the message names it.
         :raises PayloadError: a payload cannot be serialized; the message names the step.
         """
@@ -588,7 +638,7 @@ class Workflow:
         return self.handle
 
     async def aenqueue(self) -> WorkflowHandle:
-        """``enqueue`` from asynchronous code."""
+        """``enqueue`` from asynchronous code; raises what it raises."""
         return await from_coroutine(self.enqueue)()
 
     def __enter__(self) -> Workflow:

@@ -24,9 +24,13 @@ class StepNumbers:
     """How many steps there are, and how many of them have ended in which way."""
 
     total: int
+    """How many steps there are, those added at run time among them."""
     open: int
+    """How many have not ended."""
     failed: int
+    """How many have failed for good."""
     cancelled: int
+    """How many were cancelled."""
 
     @property
     def completed(self) -> int:
@@ -44,15 +48,23 @@ class WorkflowSnapshot:
     """What one look at a workflow has found."""
 
     id: str
+    """The workflow's id."""
     name: str
+    """What people see it as."""
     unique_id: str | None
+    """The unique id that it was enqueued with, if one was."""
     state: WorkflowState
+    """``running``, ``held``, ``completed``, ``failed`` or ``cancelled``."""
     reason: str
     """Why it failed, was cancelled or awaits a replay."""
     steps: StepNumbers
+    """How many steps there are, and how they have ended."""
     deadline: datetime | None
+    """The moment by which it must have ended, if there is one."""
     created_at: datetime
+    """When it was stored."""
     finished_at: datetime | None
+    """When it ended; None: it has not."""
 
 
 @dataclass(frozen=True, slots=True)

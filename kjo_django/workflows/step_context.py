@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 from uuid import UUID
 
 from kjo_django.enqueue.coroutines import from_coroutine
 from kjo_django.enqueue.definition import JobDefinition, Step
+from kjo_django.enqueue.handle import R
 from kjo_django.exceptions import PermanentError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, WorkflowEdge, WorkflowStage
@@ -15,6 +16,7 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import FINAL, JobState
 from kjo_django.store.rows import FollowerRow
 from kjo_django.workflows.definition import (
+    FailurePolicy,
     Graph,
     PlannedStage,
     WorkflowStep,
@@ -115,9 +117,13 @@ class StepOutcome(NamedTuple):
     """How a step has ended, or where it is."""
 
     job_id: UUID
+    """The id of the step's job."""
     handler: str
+    """The name of the job, as it is registered."""
     state: str
+    """The state of the job's row: ``completed``, ``failed``, ``waiting``, …"""
     error: str
+    """The text of its latest error; empty if there was none."""
 
 
 class WorkflowContext:
@@ -134,9 +140,11 @@ class WorkflowContext:
         self._facts = facts
         self._source = source
         self.stage_id = stage_id
+        """The key of the step's row among the stages; for this package's own use."""
         self._graph: Graph | None = None
         self.added: list[PlannedStage] = []
-        """The steps that this run has added; they are stored with its completion."""
+        """The steps that this run has added, as they are stored with its completion; for this
+        package's own use."""
 
     @property
     def id(self) -> str:
@@ -150,12 +158,12 @@ class WorkflowContext:
 
     @property
     def unique_id(self) -> str | None:
-        """The id that the caller has given the workflow."""
+        """The unique id that the workflow was enqueued with, if one was."""
         return self._facts.unique_id
 
     def begin_run(self, payload: Any) -> Any:
         """Forget what an earlier call has added; return the payload with the argument that is given
-        the result of the step before.
+        the result of the step before. For this package's own use.
 
         :raises PermanentError: that result is gone.
         """
@@ -173,6 +181,10 @@ class WorkflowContext:
             value = load_result(bytes(result), serializer_for(content_type))
         return {**payload, name: value}
 
+    @overload
+    def results(self, step: JobDefinition[..., R]) -> Iterator[R]: ...
+    @overload
+    def results(self, step: str | None = None) -> Iterator[Any]: ...
     def results(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[Any]:
         """Yield the results of completed steps, in the order they were added; few are in memory at
         once.
@@ -188,10 +200,17 @@ class WorkflowContext:
             else:
                 yield load_result(bytes(result), serializer_for(content_type))
 
+    @overload
+    def aresults(self, step: JobDefinition[..., R]) -> AsyncIterator[R]: ...
+    @overload
+    def aresults(self, step: str | None = None) -> AsyncIterator[Any]: ...
     async def aresults(
         self, step: JobDefinition[..., Any] | str | None = None
     ) -> AsyncIterator[Any]:
-        """``results`` from asynchronous code."""
+        """``results`` from asynchronous code.
+
+        :param step: as ``results`` takes it.
+        """
         found, end = self.results(step), object()
         while (value := await from_coroutine(lambda: next(found, end))()) is not end:
             yield value
@@ -219,14 +238,18 @@ class WorkflowContext:
         /,
         *,
         after: WorkflowStep | Iterable[WorkflowStep] | None = None,
-        on_failure: str | None = None,
+        on_failure: FailurePolicy | None = None,
         **payload: Any,
     ) -> WorkflowStep:
         """Add a step to the workflow. It is stored with this step's completion, and not at all if
         this attempt fails. What waits for this step then waits for the added ones, too.
 
+        :param job: the job, or ``job.step(…)``.
         :param after: steps added by this run; without any, it starts once this step has completed.
         :param on_failure: as ``Workflow.add`` takes it.
+        :param payload: the arguments of the job.
+        :raises TypeError: the function does not take these arguments.
+        :raises PayloadError: the payload cannot be serialized or is too large.
         """
         if self._graph is None:
             self._graph = Graph()
@@ -235,7 +258,7 @@ class WorkflowContext:
         return added
 
     def end_run(self) -> None:
-        """Plan the steps that the run has added, when it has ended.
+        """Plan the steps that the run has added, when it has ended. For this package's own use.
 
         :raises ValueError: they wait for one another in a circle.
         """

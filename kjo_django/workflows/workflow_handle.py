@@ -38,6 +38,7 @@ class WorkflowHandle:
     """
 
     workflow_id: uuid.UUID
+    """The workflow's id."""
     answer: Literal["queued", "duplicate"] | None = None
     """What the enqueue did: the workflow is stored, or another has its name and unique id. None for
     a handle that was made again."""
@@ -48,6 +49,7 @@ class WorkflowHandle:
     def of(cls, id: uuid.UUID | str) -> WorkflowHandle:
         """Return the handle of the workflow with this id, whether there is such a one or not.
 
+        :param id: the workflow's id, also as text.
         :raises ValueError: it is no UUID.
         """
         try:
@@ -103,7 +105,7 @@ class WorkflowHandle:
         """Return the workflow's result as soon as it has completed. Who commits the end notifies
         those who wait; where coordination cannot do that, the end is found by polling.
 
-        :param timeout: seconds.
+        :param timeout: the longest wait, in seconds.
         :raises JobTimeoutError: the time is over; the workflow may still complete.
         :raises JobFailedError: it failed.
         :raises JobCancelledError: it was cancelled.
@@ -120,7 +122,10 @@ class WorkflowHandle:
                 return waiter.wait(awaited)
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile."""
+        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile.
+
+        :param timeout: the longest wait, in seconds.
+        """
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id), releases=True)
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
         with use_database(await from_coroutine(self._database)()):

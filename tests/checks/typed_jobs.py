@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, assert_type
 
-from kjo_django import BatchItem, JobContext, JobDefinition, JobHandle, enqueue_on_save, job
+from django.db import models
+
+from kjo_django import (
+    BatchItem,
+    JobContext,
+    JobDefinition,
+    JobHandle,
+    Workflow,
+    enqueue_on_save,
+    group,
+    job,
+)
 from kjo_django.enqueue.waiting import NO_RESULT, NoResult
 
 
@@ -76,10 +87,59 @@ def options_are_known_and_keep_the_function() -> None:
     refund.using(delay=60, debounce_max=timedelta(hours=1)).enqueue(order_id=7)
     refund.using(delay=60).enqueue(order_id="7")  # type: ignore[arg-type]
     refund.using(dealy=60)  # type: ignore[call-arg]
+    refund.using(quue="mails")  # type: ignore[call-arg]
     refund.using(priority="high")  # type: ignore[arg-type]
     refund.using(on_conflict="ignore")  # type: ignore[arg-type]
+    refund.using(run_at="tomorrow")  # type: ignore[arg-type]
     job(retries=3)  # type: ignore[call-overload]
     job(max_attempts="3")  # type: ignore[call-overload]
+
+
+def the_first_argument_of_a_handler_with_context_is_one() -> None:
+    @job(takes_context=True)
+    def of_any(context: Any, order_id: int) -> float:
+        return order_id / 2
+
+    of_any.enqueue(order_id="7")  # type: ignore[arg-type]
+
+    @job(takes_context=True)  # type: ignore[type-var, arg-type]
+    def forgotten(order_id: int) -> None: ...
+
+    @job(takes_context=True)  # type: ignore[type-var]
+    async def forgotten_by_a_coroutine(order_id: int) -> None: ...
+
+    @job(takes_context=True)  # type: ignore[arg-type]
+    def without_arguments() -> None: ...
+
+
+def a_context_is_no_any(context: JobContext) -> None:
+    assert_type(context.attempt, int)
+    assert_type(context.idempotency_key, str)
+    context.progres(50)  # type: ignore[attr-defined]
+    context.progress("half")  # type: ignore[arg-type]
+    context.workflow.results()  # type: ignore[union-attr]
+    if context.workflow is not None:
+        assert_type(list(context.workflow.results(refund)), list[float])
+        assert_type(list(context.workflow.results("shop.refund")), list[Any])
+        context.workflow.add(refund, on_failure="ignore", order_id=7)  # type: ignore[arg-type]
+
+
+async def workflows_are_typed() -> None:
+    with Workflow("import", on_failure="run") as workflow:
+        first = workflow.add(refund, order_id=7)
+        workflow.add(remind, after=first, on_failure="ignore")  # type: ignore[arg-type]
+        workflow.add(remind, after="first")  # type: ignore[arg-type]
+    Workflow("import", on_failure="ignore")  # type: ignore[arg-type]
+    await group(refund.step(order_id=7)).aenqueue(name="refunds", on_failure="hold")
+    await group(refund.step(order_id=7)).aenqueue(nmae="refunds")  # type: ignore[call-arg]
+
+
+def a_hook_knows_its_model(model: type[models.Model]) -> None:
+    def payload_of_text(instance: str) -> Mapping[str, Any]:
+        return {"order_id": int(instance)}
+
+    enqueue_on_save(model, refund, payload=lambda instance: {"order_id": instance.pk})
+    enqueue_on_save(model, refund, payload=payload_of_text)  # type: ignore[arg-type]
 
 
 def any_job_may_be_passed_on(model: Any) -> None:

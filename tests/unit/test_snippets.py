@@ -30,13 +30,22 @@ from kjo_django.checks import check_settings
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Job
 from kjo_django.worker import Worker
+from tests import reference
 from tests.declarations import forgetting
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
 
-HOW_TO = Path(__file__).resolve().parents[2] / "docs/how-to"
-PAGES = ["unique-jobs", "move-from-celery", "move-from-rq", "move-from-django-q2", "move-from-huey"]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+HOW_TO = [
+    "unique-jobs",
+    "move-from-celery",
+    "move-from-rq",
+    "move-from-django-q2",
+    "move-from-huey",
+]
+REFERENCE = ["job", "using", "job-classes", "workflow-classes"]
+PAGES = [f"how-to/{name}" for name in HOW_TO] + [f"reference/{name}" for name in REFERENCE]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\|[^\n]*\| Here \|\n\|[-| ]+\|\n((?:\|[^\n]*\|\n)+)", re.MULTILINE)
 MODULE = re.compile(r"# (shop)/(\w+)\.py\n")
@@ -200,4 +209,5 @@ def clean(sqlite_file: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("name", PAGES)
 def test_the_snippets_of_a_page_run(name: str, settings: Any) -> None:
-    Page((HOW_TO / f"{name}.md").read_text(), settings).run()
+    text = (DOCS / f"{name}.md").read_text()
+    Page(reference.BLOCK.sub("", text), settings).run()  # signatures are no snippets

@@ -22,46 +22,57 @@ _TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
 @dataclass(slots=True)
 class JobContext:
-    """One run of a handler: passed to middleware, and first to handlers that were declared with
-    ``takes_context=True``."""
+    """One run of a handler: the first argument of handlers that are declared with
+    ``takes_context=True``, and what middleware is passed."""
 
     job_id: str
     """The job's id, or the message's where no job was enqueued here."""
     attempt: int
-    """From 1."""
+    """The number of this attempt, from 1."""
     max_attempts: int
+    """How many attempts the job has: after the last one a failure is its dead letter."""
     idempotency_key: str
     """Equal for all attempts of one job. Hand it to systems outside the database, so that a repeat
     of an attempt that got that far has no second effect there."""
     queue: str
+    """The name of the job's queue."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers that the job was enqueued with, and those of its message, by name."""
     created_at: datetime | None = None
     """When it was enqueued; of a message nobody enqueued here, when it was published."""
     unique_id: str | None = None
-    """The id given to ``enqueue``, if one was."""
+    """The id given to ``using(id=…)``, if one was."""
     generation: int = 1
+    """1 at first; one more with each requeue, replacement or new enqueue under the job's id."""
     result_ttl: int | None = None
-    """Milliseconds its outcome is kept, where the run decided that it shall differ."""
+    """Milliseconds its outcome is kept, where the run decided that it shall differ; for this
+    package's own use."""
     lease: str = ""
+    """The name of its lease; for this package's own use."""
     is_atomic: bool = True
+    """Whether the handler runs in the transaction that records the outcome."""
     abort_reason: Abort | None = None
+    """Why the run is to end, once it was aborted: ``CANCELLED``, ``SHUTDOWN``, ``LOST`` or
+    ``TIMEOUT``."""
     delivery: Delivery | None = field(default=None, repr=False)
-    """The message as the engine knows it; for the engine's own use."""
+    """The message as the engine knows it; for this package's own use."""
     time_limit: float | None = None
     """Seconds the attempt may take; None: no limit."""
     payload: Any = None
     """The decoded payload: the arguments the job was enqueued with."""
     noted_progress: tuple[float | None, str] | None = None
-    """The progress that was reported last and is not stored yet."""
+    """The progress that was reported last and is not stored yet; for this package's own use."""
     workflow: WorkflowContext | None = None
     """The workflow that the job is a step of, if it is one."""
     worker: str = ""
-    """A name that is kept with the completed job, where the run has given one."""
+    """A name that is kept with the completed job, where the run has given one; for this package's
+    own use."""
     log_lines: deque[str] | None = None
-    """The last lines that were logged in the run; None: there were none."""
+    """The last lines that were logged in the run; None: there were none. For this package's own
+    use."""
     is_shared: bool = False
     """Whether its transaction is that of others, too: where it fails by an error of the database,
-    it is called again alone."""
+    it is called again alone. For this package's own use."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
 
@@ -72,7 +83,8 @@ class JobContext:
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What a log record says of the run, see ``contrib.logging.FIELDS``; never the payload."""
+        """What a log record says of the run: its ids, its place and its attempt, never the
+        payload."""
         return facts_of(self.delivery, self.attempt) if self.delivery is not None else {}
 
     @property
@@ -96,7 +108,8 @@ class JobContext:
 
     @property
     def cancel_event(self) -> threading.Event:
-        """Set when the run is aborted; to wait on, where a handler would sleep."""
+        """An event that is set when the run is aborted. Where a handler would sleep, let it call
+        ``context.cancel_event.wait(seconds)``."""
         # Made for those who ask: a lock and a condition for every job cost more than its row.
         if self._event is None:
             self._event = threading.Event()
@@ -110,17 +123,20 @@ class JobContext:
         return self.headers.get(names.CORRELATION_ID)
 
     def raise_if_aborted(self) -> None:
-        """Raise ``JobCancelledError`` if the run was aborted.
+        """Raise ``JobCancelledError`` if the run was aborted. Call it in each round of a long loop.
 
         Left to go on, it ends the run as the abort wants it: a cancelled job is cancelled; one that
         was interrupted by a shutdown goes back to its queue with this attempt not spent.
+
+        :raises JobCancelledError: the run was aborted.
         """
         if self.aborted:
             why = f": {self.abort_reason.value}" if self.abort_reason else ""
             raise JobCancelledError(f"The run of job {self.job_id} was aborted{why}")
 
     def abort(self, reason: Abort | None = None) -> None:
-        """Ask the handler to end; the worker's side of ``aborted``. The first reason stays."""
+        """Ask the handler to end; the worker's side of ``aborted``. The first reason stays. For
+        this package's own use."""
         if self.abort_reason is None:
             self.abort_reason = reason
         self._is_aborted = True
@@ -131,10 +147,11 @@ class JobContext:
         """Say how far the run has got; costs nothing, so call it as often as you like.
 
         The worker stores the latest progress once a second, outside the handler's transaction, so
-        everybody sees it at once and a roll-back leaves it. See ``enqueue.job_status``.
+        everybody sees it at once and a roll-back leaves it: ``JobHandle.progress`` reads it.
 
         :param percent: 0 to 100, or None where there is only a text.
         :param text: what is being done; 150 characters are kept.
+        :raises ValueError: percent is not from 0 to 100.
         """
         if percent is not None:
             if not 0 <= percent <= 100:
@@ -150,13 +167,16 @@ class BatchItem(JobContext):
     """One job of a batch: its payload, what its run may know, and how it is to end."""
 
     error: Exception | None = None
-    """The error that ``fail`` was called with."""
+    """The error that ``fail`` was called with, None if it was not."""
 
     def fail(self, error: Exception) -> None:
         """End this item as a handler of its own would by raising ``error``: a retry, or death.
 
         The others of the batch are not touched, and neither is what the handler wrote so far: write
         for an item inside ``atomic()`` where a failure is to undo that. The last call counts.
+
+        :param error: an exception, as the handler of one job would raise it.
+        :raises TypeError: it is no exception.
         """
         if not isinstance(error, Exception):
             raise TypeError(f"fail() takes an exception, not {type(error).__name__}")
@@ -165,6 +185,7 @@ class BatchItem(JobContext):
     def retry(self, reason: str = "retry requested", *, delay: Delay | None = None) -> None:
         """Ask for another attempt of this item; ``fail`` with ``Retry``.
 
+        :param reason: the text of the error that is kept with this attempt.
         :param delay: until then, a timedelta or seconds; the back-off's if not given.
         """
         self.fail(Retry(reason, delay=delay))
