@@ -155,6 +155,8 @@ WRONG = {
     "SHUTDOWN_GRACE": [0],
     "STATUS_REPORT_INTERVAL": [0],
     "RESCUE_AFTER": [0],
+    "JOB_LOG_LINES": [-1, 1.5, "many", None],
+    "PRUNE_INTERVAL": [0, "1h"],
     "MAX_REPLAYS": [0],
     "TOPIC_OPTIONS": [None, []],
     "RETENTION_COMPLETED": [0],
