@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import connections
 
-from kjo_django.models import Lease, Mark, TransportMessage, TransportSubscription
+from kjo_django.models import Lease, Mark, RateWindow, TransportMessage, TransportSubscription
 
 SQLITE = "kjo_sqlite_file"
 POSTGRES = "kjo_postgres"
@@ -41,5 +41,5 @@ def added_database(alias: str, settings: dict[str, Any]) -> Iterator[str]:
 
 
 def empty_tables(alias: str) -> None:
-    for model in (TransportMessage, TransportSubscription, Lease, Mark):
+    for model in (TransportMessage, TransportSubscription, Lease, Mark, RateWindow):
         model.objects.using(alias).all().delete()
