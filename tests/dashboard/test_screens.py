@@ -19,7 +19,7 @@ from kjo_django.admin.dashboard import SCREENS, overview
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
-from kjo_django.models import Job, Schedule
+from kjo_django.models import Job, MetricRollup, Schedule
 from kjo_django.operations.monitoring.health import ASK_AGAIN, SILENCE, Check
 from kjo_django.runtime import get_coordination
 from kjo_django.transports.memory import MemoryTransport
@@ -249,18 +249,25 @@ def test_the_overview_tells_what_goes_on(everybody):
     JobFactory(queued=True)
     JobFactory(available_at=timezone.now() + timedelta(hours=1))
     DeadLetterFactory.create_batch(2)
-    worker = WorkerFactory(in_flight_count=7)
+    worker = WorkerFactory(in_flight_count=7, concurrency=3)
     WorkerFactory(stale=True, in_flight_count=100)
     MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
     page = everybody.get(url("overview")).content.decode()
-    tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt>\s*<dd>([^<]*)</dd>", page))
+    tiles = tiles_of(page)
     assert (tiles["Pending"], tiles["Scheduled"]) == ("3", "1")
     assert tiles["Queued"] == "1"
-    assert tiles["In flight"] == "7"
+    assert "In flight" not in tiles
+    assert tiles["At workers"] == "7"
+    assert "run or are next, 3 lanes" in page
     assert tiles["Dead letters"] == "2"
     assert tiles["Failed, last hour"] == "4"
     assert tiles["Workers"] == "1"
     assert "completed <b>40</b>" in page
+    # In groups, those that need somebody first
+    groups = re.findall(r'kjo-group"><h2>([^<]+)</h2>(.*?)</section>', page, re.DOTALL)
+    assert [title for title, _group in groups] == ["Problems", "Work", "Waiting", "Delivery"]
+    assert {len(tiles_of(group)) for _title, group in groups} == {3}
+    assert next(iter(tiles_of(groups[0][1]))) == "Dead letters"
 
 
 def verdict(client) -> str:
@@ -476,6 +483,75 @@ def test_the_page_of_a_handler_shows_what_its_reader_may_see(operator, rows):
     assert "shop.Refused" in page and "4711" not in page
 
 
+def tiles_of(page: str) -> dict[str, str]:
+    """Return the values of the tiles by their labels."""
+    return dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt>\s*<dd>([^<]*)</dd>", page))
+
+
+def test_the_queue_page_begins_with_its_counts(everybody, operator):
+    # Given jobs of two queues
+    JobFactory.create_batch(3, queue="emails", queued=True)
+    JobFactory(queue="emails", available_at=timezone.now() + timedelta(hours=1))
+    JobFactory(queue="default", queued=True)
+    DeadLetterFactory.create_batch(2, queue="emails")
+    worker = WorkerFactory(queues=["emails"])
+    MetricBucketFactory(queue="emails", completed_count=40, worker_id=worker.pk)
+    # When
+    page = everybody.get(url("queue", "emails")).content.decode()
+    # Then those of this one are counted, and lead to them
+    tiles = tiles_of(page)
+    assert (tiles["Queued"], tiles["Scheduled"], tiles["Pending"]) == ("3", "1", "0")
+    assert (tiles["Dead letters"], tiles["Workers"], tiles["Completed"]) == ("2", "1", "40")
+    assert f'{url("jobs")}?q=state%3Aqueued+queue%3Aemails"' in page
+    assert f'{url("dead_letters")}?queue=emails"' in page
+    # And come before charts, settings and the form
+    places = [page.index(text) for text in (">Queued<", "kjo-chart", ">Topic<", "max_attempts")]
+    assert places == sorted(places)
+    # And lead nobody where they may not go
+    live = operator("view_dashboard").get(url("queue", "emails")).content.decode()
+    live = live[live.index('id="kjo-live"') :]
+    assert url("jobs") not in live
+    assert url("dead_letters") not in live
+
+
+def test_the_queue_page_shows_a_change_at_once(everybody):
+    everybody.get(url("queue", "emails"))
+    everybody.post(url("queue", "emails"), {"max_attempts": "9"})
+    assert "last changed by root" in everybody.get(url("queue", "emails")).content.decode()
+
+
+OF_LOGS = re.compile(r"kafka|partition|offset|rebalanc|consumer|committed|topic", re.IGNORECASE)
+
+
+def words_of_logs(client, addresses: list[str]) -> set[tuple[str, str]]:
+    """Return the words of logs such as Kafka that pages show, each with its page."""
+    found = set()
+    for address in addresses:
+        page = client.get(address).content.decode()
+        text = re.sub(r"<[^>]+>", " ", page[page.index('id="content-main"') :])
+        found |= {(address, word.lower()) for word in OF_LOGS.findall(text)}
+    return found
+
+
+def test_no_screen_has_words_of_kafka_where_no_queue_is_on_a_log(everybody, rows, settings):
+    # Given a job and a dead letter with the place of their records
+    Job.objects.filter(pk=rows["job"].pk).update(
+        topic="emails", partition=0, offset=7, queued_at=timezone.now()
+    )
+    # The checks are shown as ``kjo_health`` has them
+    addresses = [address for address in pages(rows) if address != url("status")]
+    known = {word for _address, word in words_of_logs(everybody, addresses)}
+    assert {"topic", "partition", "offset", "consumer"} <= known
+    # When the database is the transport
+    cache.clear()
+    settings.KJO = {"QUEUES": {"default": {}, "emails": {}}}
+    # Then
+    assert words_of_logs(everybody, addresses) == set()
+    page = everybody.get(url("overview")).content.decode()
+    assert ">Workers</a></li>" in page
+    assert "Outbox" not in tiles_of(page)
+
+
 def test_a_job_tells_its_way(everybody):
     failure = JobFailureFactory(error="it broke here", worker="host-9")
     page = everybody.get(url("job", failure.job.pk)).content.decode()
@@ -522,13 +598,13 @@ def test_the_list_shows_how_old_each_job_is_and_how_long_its_latest_attempt_took
         found = re.findall(rf'data-label="{column}">(?:<time[^>]*>)?([^<]*)<', page)
         return sorted(found)
 
-    assert cells("Age") == ["2.5 d", "20 min", "3.0 h"]
-    assert cells("Took") == ["12 s", "4.0 min", "–"]
+    assert cells("Age") == ["2.5 d", "20 min", "3 h"]
+    assert cells("Took") == ["12 s", "4 min", "–"]
     # The page of a job says the same, and when each attempt began
     one = everybody.get(url("job", failure.job.pk)).content.decode()
     began = timezone.localtime(failure.started_at).strftime("%H:%M:%S")
-    assert "the last attempt took 4.0 min" in one
-    assert f"started {began} · took 4.0 min" in one
+    assert "the last attempt took 4 min" in one
+    assert f"started {began} · took 4 min" in one
 
 
 @pytest.mark.parametrize(
@@ -643,10 +719,42 @@ def test_secrets_are_shown_to_nobody(everybody):
 def test_events_are_looked_up_by_their_id(everybody):
     ProcessedEventFactory(event_id="event-17", event_type="user.created")
     ProcessedEventFactory(event_id="event-18", event_type="user.gone")
+    MetricRollup.objects.create(
+        minutes=MetricRollup.QUARTER,
+        minute=timezone.now() - timedelta(hours=1),
+        queue="emails",
+        worker_id=uuid7(),
+        duplicate_count=3,
+        skipped_count=2,
+    )
+    assert list(tiles_of(everybody.get(url("events")).content.decode()).values()) == ["3", "2"]
     page = everybody.get(url("events") + "?id=event-17").content.decode()
     assert "user.created" in page
     assert "user.gone" not in page
     assert "No event of this id" in everybody.get(url("events") + "?id=nope").content.decode()
+
+
+def test_each_event_says_what_it_is_and_leads_to_its_job(everybody, operator):
+    # Given the marker of a job's second generation, and that of an event of another service
+    payload = b'{"order_id": 17, "password": "xyzzy"}'
+    job = JobFactory(handler="shop.send", payload=payload, completed=True, generation=2)
+    ProcessedEventFactory(event_id=job.message_id, event_type="shop.send")
+    data = {"name": "Ada", "password": "xyzzy"}
+    ProcessedEventFactory(event_id="e-17", event_type="user.created", event_data=data)
+    ProcessedEventFactory(event_id=str(uuid7()), event_type="user.gone")
+    # When
+    page = everybody.get(url("events")).content.decode()
+    # Then
+    link = f'<a href="{url("job", job.pk)}">shop.send</a><code class="kjo-call">'
+    assert f"{link}(order_id=17, password=&quot;[redacted]&quot;)</code>" in page
+    assert "user.created<code" in page
+    assert "name=&quot;Ada&quot;" in page
+    assert "xyzzy" not in page
+    assert re.findall(r'data-label="Kind">(\w+)<', page) == ["event", "event", "job"]
+    # And nobody sees or reaches what they may not
+    blind = operator("view_dashboard", "view_processedevent").get(url("events")).content.decode()
+    assert "shop.send" in blind
+    assert not [text for text in ("order_id", "Ada", url("job", job.pk)) if text in blind]
 
 
 def test_a_search_that_cannot_be_understood_says_why(everybody):
@@ -681,6 +789,38 @@ def test_jobs_are_found_by_what_is_known_of_them(everybody):
     page = everybody.get(url("jobs") + "?q=handler:shop.send+key:42+state:failed").content.decode()
     assert str(wanted.pk) in page
     assert str(other.pk) not in page
+
+
+@pytest.mark.parametrize(
+    ("state", "offered", "not_offered"),
+    [
+        ("failed", {"requeue"}, {"run_now", "cancel", "change_queue"}),
+        ("completed", {"requeue"}, {"run_now", "cancel", "change_queue"}),
+        ("scheduled", {"run_now", "cancel", "change_queue", "requeue"}, set()),
+    ],
+)
+def test_a_list_offers_what_can_be_done_to_jobs_of_its_state(
+    everybody, state, offered, not_offered
+):
+    rows = {
+        "failed": {"failed": True},
+        "completed": {"completed": True},
+        "scheduled": {"available_at": timezone.now() + timedelta(hours=1)},
+    }
+    for options in rows.values():
+        JobFactory(**options)
+
+    def actions(query: str) -> tuple[set[str], set[str]]:
+        page = everybody.get(url("jobs"), {"q": query}).content.decode()
+        selected = set(re.findall(r'formaction="[^"]*/jobs/chosen/(\w+)/"', page))
+        return selected, set(re.findall(r'href="[^"]*/jobs/all/(\w+)/', page))
+
+    # When one state is looked at, each button can do something
+    for found in actions(f"state:{state}"):
+        assert offered <= found
+        assert not found & not_offered
+    # When all are, each that can do something to any
+    assert all(offered | not_offered <= found for found in actions(""))
 
 
 def test_pages_of_jobs_follow_each_other(everybody):

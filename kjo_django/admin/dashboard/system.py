@@ -5,8 +5,11 @@ checks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
@@ -17,8 +20,10 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.page import Page, Screen, shared
+from kjo_django.admin.display import one_line, short_arguments
 from kjo_django.conf import get_settings
-from kjo_django.models import ProcessedEvent, Worker
+from kjo_django.models import Job, ProcessedEvent, Worker
+from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring.health import shares_by_partition
@@ -35,6 +40,8 @@ PARTITIONS_SHOWN = 500
 """Most partitions of one topic that are shown."""
 RUNNING_SHOWN = 3
 """Most running jobs of one worker that are shown: those that have run longest."""
+QUEUES_SHOWN = 3
+"""Most queues of one worker that are shown at once; the others are behind a click."""
 LAG_SECONDS = 5.0
 EVENTS_SHOWN = 50
 LONGEST_ID = 255
@@ -63,17 +70,21 @@ def show_consumers(page: Page) -> HttpResponse:
     queues = shared("queues of groups", _queues, LAG_SECONDS)
     rows = [Member(row, assignments(row["partitions"])) for row in shared("workers", known_workers)]
     living = [row for row in rows if row.worker["is_alive"]]
+    groups = _groups(queues, living)
     return page.show(
         "consumers.html",
         {
-            "groups": _groups(queues, living),
+            "groups": [group for group in groups if group["is_log"]],
+            "shared_topics": [
+                topic for group in groups if not group["is_log"] for topic in group["topics"]
+            ],
             "workers": [_worker(page, row) for row in sorted(rows, key=_order)[:SHOWN]],
             "shown": SHOWN,
             "minutes": MINUTES,
             "summary": ngettext("%d worker is alive", "%d workers are alive", len(living))
             % len(living),
         },
-        title=_("Consumers"),
+        title=_("Consumers") if page.has_log else _("Workers"),
     )
 
 
@@ -101,6 +112,8 @@ def _worker(page: Page, row: Member) -> dict[str, Any]:
         # Of a job, which may quote its payload.
         "last_error": worker["last_error"] if page.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
+        "queues_shown": worker["queues"][:QUEUES_SHOWN],
+        "queues_hidden": worker["queues"][QUEUES_SHOWN:],
         "request_label": Worker.Request(worker["asked_to"] or "").label,
         "buttons": page.buttons(
             Subject.WORKERS, worker["asked_to"] or worker["state"], worker["id"], worker["name"]
@@ -146,6 +159,7 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
     lags = [topic["lag"] for topic in topics]
     return {
         "name": name,
+        "is_log": any(map(itemgetter("is_log"), topics)),
         "lag": None if None in lags else sum(lags),
         "members": sorted(members, key=_order),
         "rebalanced_at": rebalanced_at([each for member in members for each in member.assignments]),
@@ -171,9 +185,15 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
     known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}
     numbers = sorted(known.keys() | holders.keys())
+    held = [*chain.from_iterable(holders.values())]
     return {
         "name": topic,
+        "is_log": has_one_owner,
         "queues": [queue["queue"] for queue in queues if queue["queue"] != topic],
+        # Of a topic without partitions of its workers' own:
+        "shown_queues": [queue["queue"] for queue in queues],
+        "state": _state(held, is_paused),
+        "owners": sorted({*_owners(held)}),
         "lag": None if first["lag"] is None else sum(each["lag"] for each in known.values()),
         "lag_error": first["lag_error"],
         "trend": _trend(first),
@@ -200,9 +220,13 @@ def _partition(
         "number": number,
         **(offsets or {"lag": None, "committed": None, "end": None}),
         "state": _state(holders, is_paused),
-        "owners": [member.worker["name"] for _each, member in holders],
+        "owners": _owners(holders),
         "rebalanced_at": rebalanced_at([each for each, _member in holders]),
     }
+
+
+def _owners(holders: Iterable[tuple[Assignment, Member]]) -> list[str]:
+    return [member.worker["name"] for _each, member in holders]
 
 
 def _given_at(holder: tuple[Assignment, Member]) -> float:
@@ -249,18 +273,54 @@ def show_events(page: Page) -> HttpResponse:
     day = shared("totals of a day", lambda: metrics.totals(timedelta(days=1), with_lag=False), 5)
     return page.show(
         "events.html",
-        {"rows": _events(wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
+        {"rows": _events(page, wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
         controls="events_form.html",
         title=_("Events"),
     )
 
 
-def _events(wanted: str) -> list[dict[str, Any]]:
-    rows = ProcessedEvent.objects.using(jobs_database()).order_by("-pk")
-    if wanted:
-        rows = rows.filter(event_id=wanted)
-    columns = ("pk", "event_id", "service_name", "event_type", "processed_at")
-    return list(rows.values(*columns)[:EVENTS_SHOWN])
+def _events(page: Page, wanted: str) -> list[dict[str, Any]]:
+    """Return the newest events, or those of one id, each with the job that it is of."""
+    sees_payloads = page.may("view_payload")
+    found = ProcessedEvent.objects.using(jobs_database()).order_by("-pk")
+    found = found if sees_payloads else found.defer("event_data")
+    rows = list((found.filter(event_id=wanted) if wanted else found)[:EVENTS_SHOWN])
+    jobs = _jobs_of(rows)
+    arguments = short_arguments(list(jobs.values())) if sees_payloads else {}
+    return [
+        {
+            "event_id": row.event_id,
+            "event_type": row.event_type,
+            "service_name": row.service_name,
+            "processed_at": row.processed_at,
+            "is_job": row.event_id in jobs,
+            "arguments": _arguments(row, jobs, arguments) if sees_payloads else None,
+            "url": page.url("job", jobs[row.event_id].pk)
+            if row.event_id in jobs and page.may("view_job")
+            else "",
+        }
+        for row in rows
+    ]
+
+
+def _jobs_of(rows: Iterable[ProcessedEvent]) -> dict[str, Job]:
+    """Return by the id of an event the job whose effect it was, where that is still known."""
+    keys: dict[str, UUID] = {}
+    for row in rows:
+        with suppress(ValueError):
+            keys[row.event_id] = UUID(row.event_id.partition(":")[0])
+    columns = ("pk", "handler", "content_type")
+    jobs = Job.objects.using(jobs_database()).only(*columns).in_bulk({*keys.values()})
+    return {id: jobs[key] for id, key in keys.items() if key in jobs}
+
+
+def _arguments(row: ProcessedEvent, jobs: dict[str, Job], arguments: dict[Any, str]) -> str | None:
+    """Return the arguments of an event's job, or its own data, on one line; None if it has none."""
+    if row.event_id in jobs:
+        return arguments.get(jobs[row.event_id].pk)
+    if row.event_data is None:
+        return None
+    return one_line(redaction.redacted(row.event_data, also=redaction.hidden_by(row.event_type)))
 
 
 # --- Status ---------------------------------------------------------------------------------------
