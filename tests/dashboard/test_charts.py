@@ -30,6 +30,43 @@ def test_the_highest_value_is_at_the_top_and_zero_at_the_bottom():
     assert ys(chart(0.0, 5.0, 10.0).render()) == [charts.BOTTOM, 87.0, charts.TOP]
 
 
+@pytest.mark.parametrize(
+    ("highest", "shown"),
+    [
+        (0, ["0", "1"]),
+        (3, ["0", "1", "2", "3"]),
+        (41, ["0", "10", "20", "30", "40", "50"]),
+        (14_999, ["0", "5,000", "10.0 k", "15.0 k"]),
+        (2_600_000, ["0", "1.0 M", "2.0 M", "3.0 M"]),
+    ],
+)
+def test_an_axis_has_round_numbers(highest, shown):
+    assert levels(chart(highest).render()) == shown
+
+
+@pytest.mark.parametrize(
+    ("highest", "shown"),
+    [
+        (0, ["0", "1 s"]),
+        (0.0042, ["0", "1 ms", "2 ms", "3 ms", "4 ms", "5 ms"]),
+        (0.97, ["0", "200 ms", "400 ms", "600 ms", "800 ms", "1 s"]),
+        (7, ["0", "2 s", "4 s", "6 s", "8 s"]),
+        (119.9, ["0", "30 s", "1 min", "1.5 min", "2 min"]),
+        (500, ["0", "2 min", "4 min", "6 min", "8 min", "10 min"]),
+        (5_000, ["0", "30 min", "1 h", "1.5 h"]),
+        (4 * 86_400, ["0", "1 d", "2 d", "3 d", "4 d"]),
+        (900 * 86_400, ["0", "200 d", "400 d", "600 d", "800 d", "1000 d"]),
+    ],
+)
+def test_an_axis_of_durations_has_round_seconds_minutes_hours_or_days(highest, shown):
+    svg = chart(highest, show=figures.duration, step=figures.duration_step).render()
+    assert levels(svg) == shown
+
+
+def levels(svg):
+    return re.findall(r'text-anchor="end">([^<]+)<', svg)
+
+
 def test_a_gap_is_a_gap():
     svg = chart(1.0, 2.0, None, 3.0).render()
     lines = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
@@ -48,10 +85,10 @@ def test_bars_are_stacked_upon_each_other():
 
 def test_places_are_written_for_svg_in_every_language():
     with translation.override("de"):
-        svg = chart(0.5, 1.25, None, 3.0, show=figures.duration).render()
+        svg = chart(0.5, 1.25, None, 3.2, show=figures.duration).render()
         stacked = chart(1, 2, 3, is_stacked=True).render()
         spark = charts.sparkline([1, 2, 3], "three")
-        assert "3,0 s" in svg  # for people
+        assert "3,2 s" in svg  # for people
     for place in re.findall(r'\s(?:x|y|x1|x2|y1|y2|width|height|viewBox)="([^"]+)"', svg + stacked):
         assert "," not in place
     for outline in re.findall(r' d="([^"]+)"', stacked):
@@ -62,12 +99,11 @@ def test_places_are_written_for_svg_in_every_language():
 
 def test_what_is_drawn_is_told_in_words_and_as_a_table():
     html = chart(0.002, 0.004, show=figures.duration).render()
-    assert 'aria-label="Run time. p50: now 4.0 ms, at most 4.0 ms"' in html
+    assert 'aria-label="Run time. p50: now 4 ms, at most 4 ms"' in html
     assert html.count("<td>") == 2
     with timezone.override("UTC"):
         assert (
-            "<title>10:01: p50 4.0 ms</title>"
-            in chart(0.002, 0.004, show=figures.duration).render()
+            "<title>10:01: p50 4 ms</title>" in chart(0.002, 0.004, show=figures.duration).render()
         )
 
 
@@ -106,10 +142,17 @@ def test_every_value_stays_within_the_picture(values):
         ("", "–"),
         (0, "0"),
         (9999, "9,999"),
+        (9999.7, "10.0 k"),
         (12_345, "12.3 k"),
+        (14_999, "15.0 k"),
+        (99_960, "100 k"),
+        (999_700, "1.0 M"),
+        (-14_999, "-15.0 k"),
         (1_234_567, "1.2 M"),
         (0.25, "0.25"),
         (3.5, "3.5"),
+        (1.96, "2.0"),
+        (0.999, "1.00"),
     ],
 )
 def test_numbers(value, shown):
@@ -121,14 +164,20 @@ def test_numbers(value, shown):
     [
         (None, "–"),
         (0, "0"),
+        (0.00996, "10 ms"),
         (0.0042, "4.2 ms"),
         (0.25, "250 ms"),
         (3.21, "3.2 s"),
+        (0.9996, "1 s"),
+        (9.96, "10 s"),
         (59, "59 s"),
+        (59.6, "1 min"),
         (90, "1.5 min"),
-        (3599, "59 min"),
-        (7200, "2.0 h"),
-        (86_400 * 40, "40 d"),
+        (119.9, "2 min"),
+        (3599, "1 h"),
+        (7200, "2 h"),
+        (86_000, "1 d"),
+        (86_400 * 39.7, "40 d"),
     ],
 )
 def test_durations(seconds, shown):

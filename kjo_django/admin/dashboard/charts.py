@@ -22,12 +22,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
-from kjo_django.admin.dashboard.figures import number
+from kjo_django.admin.dashboard.figures import number, number_step
 from kjo_django.operations.safe_text import inert
 
 WIDTH, HEIGHT = 640, 190
 LEFT, RIGHT, TOP, BOTTOM = 58, 630, 14, 160
-TICKS = 4
+MOST_STEPS = 5
+"""Most steps of the vertical axis."""
 MOMENTS = 5
 SPARK_WIDTH, SPARK_HEIGHT = 120, 24
 
@@ -53,6 +54,7 @@ class Chart:
 
     :param times: the start of each value's time, evenly spaced.
     :param show: how a value is written.
+    :param step: returns the next round step of the axis that is not below a value.
     :param marks: moments to point out, with a text.
     """
 
@@ -62,6 +64,7 @@ class Chart:
     lines: Sequence[Line]
     is_stacked: bool = False
     show: Callable[[float | None], str] = number
+    step: Callable[[float], float] = number_step
     marks: Sequence[tuple[datetime, str]] = field(default=())
 
     def render(self) -> SafeString:
@@ -88,7 +91,8 @@ def _geometry(chart: Chart) -> dict[str, Any]:
     """
     count = len(chart.times)
     slot = (RIGHT - LEFT) / max(1, count)
-    top = _ceiling(_highest(chart))
+    levels = _levels(chart)
+    top = levels[-1]
 
     def across(index: float) -> str:
         return f"{LEFT + index * slot:.1f}"
@@ -113,7 +117,14 @@ def _geometry(chart: Chart) -> dict[str, Any]:
         "base": str(BOTTOM + 18),
         "mark_at": str(TOP - 3),
         "label_at": str(LEFT - 6),
-        "ticks": _ticks(chart, top, up),
+        "ticks": [
+            {
+                "at": f"{up(value):.1f}",
+                "text_at": f"{up(value) + 4:.1f}",
+                "text": chart.show(value),
+            }
+            for value in levels
+        ],
         "moments": [
             {"at": across(index + 0.5), "text": moments[index]}
             for index in range(every // 2, count, every)
@@ -154,14 +165,12 @@ def _geometry(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _ticks(chart: Chart, top: float, up: Callable[[float], float]) -> list[dict[str, str]]:
-    """Return the levels of the vertical axis with their texts."""
-    ticks = []
-    for step in range(TICKS + 1):
-        value = top * step / TICKS
-        y = up(value)
-        ticks.append({"at": f"{y:.1f}", "text_at": f"{y + 4:.1f}", "text": chart.show(value)})
-    return ticks
+def _levels(chart: Chart) -> list[float]:
+    """Return the values at the lines of the vertical axis: zero and multiples of a round step, the
+    last of which is not below the highest value."""
+    highest = _highest(chart)
+    step = chart.step(highest / MOST_STEPS)
+    return [step * count for count in range(max(1, math.ceil(highest / step)) + 1)]
 
 
 def _lines(
@@ -183,15 +192,6 @@ def _highest(chart: Chart) -> float:
     columns = zip(*(line.values for line in chart.lines), strict=True)
     combine = sum if chart.is_stacked else max
     return max((combine(value or 0 for value in column) for column in columns), default=0)
-
-
-def _ceiling(value: float) -> float:
-    """Return the next round number above: 1, 2, 2.5 or 5 times a power of ten."""
-    if value < 1e-9:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(value))
-    # A rounding error of a logarithm must not leave a value above the top.
-    return next((power * step for step in (1, 2, 2.5, 5) if power * step >= value), power * 10)
 
 
 def _bars(chart: Chart, up: Callable[[float], float], slot: float) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 
 from django.utils import timezone
@@ -9,21 +10,47 @@ from django.utils.formats import date_format, number_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 NOTHING = "–"
 
 
+_UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))
+_DURATIONS = (
+    (0.001, gettext_lazy("%s ms")),
+    (1.0, gettext_lazy("%s s")),
+    (60.0, gettext_lazy("%s min")),
+    (3_600.0, gettext_lazy("%s h")),
+    (86_400.0, gettext_lazy("%s d")),
+)
+_ROUND_SECONDS = (1, 2, 5, 10, 15, 30)
+_ROUND_DURATIONS = (
+    *_ROUND_SECONDS,
+    *(60 * count for count in _ROUND_SECONDS),
+    *(3_600 * count for count in (1, 2, 3, 6, 12)),
+)
+"""Steps of an axis of durations from a second to half a day, in seconds."""
+
+
 def number(value: float | str | None) -> str:
-    """Return a count: exact below ten thousand, short above."""
+    """Return a count, rounded: with all its digits below ten thousand, short above."""
     if value is None or isinstance(value, str):  # a template's word for what is not there
         return NOTHING
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            scaled = value / {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
-            return f"{number_format(scaled, 1 if scaled < 100 else 0)} {unit}"
+    if round(abs(value)) >= 10_000:
+        scaled, unit = next(
+            (found, unit)
+            for size, unit in _UNITS
+            if round(abs(found := value / size)) < 1000 or unit == _UNITS[-1][1]
+        )
+        return f"{_rounded(scaled, 1 if round(abs(scaled), 1) < 100 else 0)} {unit}"
     if value == int(value):
         return number_format(int(value), use_l10n=True, force_grouping=True)
-    return number_format(value, 1 if abs(value) >= 1 else 2)
+    return _rounded(value, 1 if abs(value) >= 1 else 2)
+
+
+def _rounded(value: float, places: int) -> str:
+    """Return a number with so many decimal places. Django cuts those of a float."""
+    return number_format(f"{value:.{places}f}", places)
 
 
 def exact(value: int | str | None) -> str:
@@ -42,20 +69,38 @@ def at_least(value: int, is_lower_bound: bool) -> str:
 
 
 def duration(seconds: float | str | None) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time, rounded, in the unit that suits it."""
     if seconds is None or isinstance(seconds, str):
         return NOTHING
     if seconds == 0:
         return "0"
-    if seconds < 1:
-        return _("%s ms") % number_format(seconds * 1000, 0 if seconds >= 0.01 else 1)
-    if seconds < 60:
-        return _("%s s") % number_format(seconds, 1 if seconds < 10 else 0)
-    for size, text in ((60, _("%s min")), (3600, _("%s h")), (86400, _("%s d"))):
-        if seconds < size * (60 if size == 60 else 24 if size == 3600 else 1e9):
-            scaled = seconds / size
-            return text % number_format(scaled, 1 if scaled < 10 else 0)
+    longer = [size for size, _text in _DURATIONS[1:]]
+    for (size, text), next_size in zip(_DURATIONS, [*longer, math.inf], strict=True):
+        scaled = round(seconds / size, 1 if seconds / size < 10 else 0)
+        if scaled * size < next_size:
+            return str(text) % _rounded(scaled, 0 if scaled == int(scaled) else 1)
     return NOTHING
+
+
+def number_step(least: float) -> float:
+    """Return the step of an axis of numbers: the next one of 1, 2 or 5 times a power of ten that is
+    not below ``least``."""
+    if least < 1e-9:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    # A logarithm's rounding error must not make the step too small.
+    return next((power * count for count in (1, 2, 5) if power * count >= least), power * 10)
+
+
+def duration_step(least: float) -> float:
+    """Return the step of an axis of durations: a round number of milliseconds, seconds, minutes,
+    hours or days that is not below ``least``, all in seconds."""
+    day = _DURATIONS[-1][0]
+    if least <= 1:
+        return number_step(least)
+    if least > _ROUND_DURATIONS[-1]:
+        return day * number_step(least / day)
+    return float(next(step for step in _ROUND_DURATIONS if step >= least))
 
 
 def age(value: datetime | None) -> SafeString | str:

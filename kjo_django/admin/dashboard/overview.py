@@ -12,7 +12,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.charts import Chart, Line
-from kjo_django.admin.dashboard.figures import at_least, capped, duration, number
+from kjo_django.admin.dashboard.figures import at_least, capped, duration, duration_step, number
 from kjo_django.admin.dashboard.page import CACHE_SECONDS, Page, Screen, shared
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
@@ -97,7 +97,7 @@ def charts(length: timedelta, queue: str | None = None, handler: str | None = No
     ]
     for name, title in (("run", _("Run time")), ("wait", _("Waiting time"))):
         lines = [line(f"p{p}", f"p{p}", f"{name}_p{p}") for p in (50, 95, 99)]
-        made.append(Chart(name, title, times, lines, show=duration))
+        made.append(Chart(name, title, times, lines, show=duration, step=duration_step))
     if handler is None:  # a topic's records are of several
         lag = line("lag", _("messages"), "lag", is_level=True)
         made.append(Chart("lag", _("Lag"), times, [lag]))
