@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
+from datetime import datetime, tzinfo
 
 from django.utils import timezone
 from django.utils.formats import date_format, number_format
@@ -111,8 +111,9 @@ def age(value: datetime | None) -> SafeString | str:
     text = duration(abs(seconds)) if abs(seconds) >= 1 else _("%s s") % 1
     if seconds < 0:
         text = _("in %s") % text
-    title = date_format(timezone.localtime(value), "j M Y H:i:s")
-    return format_html('<time datetime="{}" title="{}">{}</time>', value.isoformat(), title, text)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>', value.isoformat(), with_zone(value), text
+    )
 
 
 def size(count: int | None) -> str:
@@ -123,13 +124,22 @@ def size(count: int | None) -> str:
 
 
 def moment(value: datetime | None) -> SafeString | str:
-    """Return a moment in the current time zone, to the second; the exact one is in its title."""
+    """Return a moment in the current time zone, to the second. Its title has the year and the zone,
+    its attribute the exact moment."""
     if not value:
         return NOTHING
-    local = timezone.localtime(value)
     return format_html(
         '<time datetime="{}" title="{}">{}</time>',
         value.isoformat(),
-        value.isoformat(),
-        date_format(local, "j M H:i:s"),
+        with_zone(value),
+        date_format(timezone.localtime(value), "j M H:i:s"),
     )
+
+
+def with_zone(value: datetime, zone: tzinfo | None = None) -> str:
+    """Return a moment with its day of the week, its year and the name of the zone.
+
+    :param zone: whose clocks show it; None: the current one.
+    """
+    local = timezone.localtime(value, zone)
+    return f"{date_format(local, 'D j M Y H:i:s')} {local.tzname()}"

@@ -33,6 +33,7 @@ from django.http import (
 from django.template.loader import render_to_string
 from django.template.response import TemplateResponse
 from django.urls import NoReverseMatch, reverse
+from django.utils import timezone
 from django.utils.http import url_has_allowed_host_and_scheme, urlencode
 from django.utils.translation import gettext as _
 
@@ -153,6 +154,7 @@ class Page:
             "below_template": below and folder + below,
             "navigation": self._navigation(),
             "plain": self._plain(),
+            "zone": timezone.get_current_timezone_name(),
         }
         return TemplateResponse(self.request, PAGE, context, status=status)
 

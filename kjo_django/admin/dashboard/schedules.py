@@ -15,12 +15,12 @@ from django.db.models import Q, QuerySet
 from django.forms.fields import InvalidJSONInput
 from django.http import Http404, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
-from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django import registry
 from kjo_django.admin.actions import form_of
+from kjo_django.admin.dashboard.figures import with_zone
 from kjo_django.admin.dashboard.page import Page, Screen
 from kjo_django.admin.display import inert_json
 from kjo_django.enqueue.job_status import shown_states
@@ -120,7 +120,7 @@ def _rows(page: Page, listed: list[Schedule]) -> list[dict[str, Any]]:
                 **facts,
                 "row": row,
                 "badge": STATES[facts["state"]],
-                "next": facts["next_at"] and in_zone(facts["next_at"], _zone_of(row)),
+                "next": facts["next_at"] and shown_tick(facts["next_at"], _zone_of(row)),
                 "source_label": row.get_source_display(),
                 "last_job": job,
                 "last_state": None if job is None else states[job.pk],
@@ -157,7 +157,7 @@ def show_one(page: Page, schedule: UUID) -> HttpResponse:
             **facts,
             "schedule": row,
             "badge": STATES[facts["state"]],
-            "next_runs": [in_zone(tick, zone) for tick in shown.next_runs(row)],
+            "next_runs": [shown_tick(tick, zone) for tick in shown.next_runs(row)],
             "runs": _runs(runs),
             "shown_runs": SHOWN_RUNS,
             "payload": _shown_payload(row) if page.may("view_payload") else None,
@@ -209,10 +209,14 @@ def _shown_payload(row: Schedule) -> Any:
     return redaction.redacted(row.payload, also=redaction.hidden_by(row.job))
 
 
-def in_zone(tick: datetime, zone: Any) -> dict[str, Any]:
-    """Return a tick as the page shows it: by the clocks of the schedule's zone."""
-    local = tick.astimezone(zone)
-    return {"at": tick, "text": f"{date_format(local, 'D j M Y H:i:s')} {local.tzname()}"}
+def shown_tick(tick: datetime, zone: Any) -> dict[str, Any]:
+    """Return a tick as every screen shows it: in the current zone as all times are, and where the
+    clocks of the schedule's zone differ also by these.
+
+    :param zone: of the schedule.
+    """
+    is_same = tick.astimezone(zone).utcoffset() == timezone.localtime(tick).utcoffset()
+    return {"at": tick, "text": with_zone(tick), "own": "" if is_same else with_zone(tick, zone)}
 
 
 # --- The form -------------------------------------------------------------------------------------
@@ -345,7 +349,7 @@ def _preview_of(form: forms.Form) -> dict[str, Any]:
     if not faults and not is_empty:
         ticks, faults = shown.preview(given)
     zone = zone_of(str(given.get("timezone") or "")) if ticks else None
-    return {"ticks": [in_zone(tick, zone) for tick in ticks], "faults": list(faults.values())}
+    return {"ticks": [shown_tick(tick, zone) for tick in ticks], "faults": list(faults.values())}
 
 
 SCREENS = (
