@@ -253,7 +253,7 @@ def test_the_overview_tells_what_goes_on(everybody):
     WorkerFactory(stale=True, in_flight_count=100)
     MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
     page = everybody.get(url("overview")).content.decode()
-    tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt>\s*<dd>([^<]*)</dd>", page))
+    tiles = tiles_of(page)
     assert (tiles["Pending"], tiles["Scheduled"]) == ("3", "1")
     assert tiles["Queued"] == "1"
     assert tiles["In flight"] == "7"
@@ -474,6 +474,43 @@ def test_the_page_of_a_handler_shows_what_its_reader_may_see(operator, rows):
     seer = operator("view_dashboard", "view_deadletter")
     page = seer.get(url("handler", "ledger.write")).content.decode()
     assert "shop.Refused" in page and "4711" not in page
+
+
+def tiles_of(page: str) -> dict[str, str]:
+    """Return the values of the tiles by their labels."""
+    return dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt>\s*<dd>([^<]*)</dd>", page))
+
+
+def test_the_queue_page_begins_with_its_counts(everybody, operator):
+    # Given jobs of two queues
+    JobFactory.create_batch(3, queue="emails", queued=True)
+    JobFactory(queue="emails", available_at=timezone.now() + timedelta(hours=1))
+    JobFactory(queue="default", queued=True)
+    DeadLetterFactory.create_batch(2, queue="emails")
+    worker = WorkerFactory(queues=["emails"])
+    MetricBucketFactory(queue="emails", completed_count=40, worker_id=worker.pk)
+    # When
+    page = everybody.get(url("queue", "emails")).content.decode()
+    # Then those of this one are counted, and lead to them
+    tiles = tiles_of(page)
+    assert (tiles["Queued"], tiles["Scheduled"], tiles["Pending"]) == ("3", "1", "0")
+    assert (tiles["Dead letters"], tiles["Workers"], tiles["Completed"]) == ("2", "1", "40")
+    assert f'{url("jobs")}?q=state%3Aqueued+queue%3Aemails"' in page
+    assert f'{url("dead_letters")}?queue=emails"' in page
+    # And come before charts, settings and the form
+    places = [page.index(text) for text in (">Queued<", "kjo-chart", ">Topic<", "max_attempts")]
+    assert places == sorted(places)
+    # And lead nobody where they may not go
+    live = operator("view_dashboard").get(url("queue", "emails")).content.decode()
+    live = live[live.index('id="kjo-live"') :]
+    assert url("jobs") not in live
+    assert url("dead_letters") not in live
+
+
+def test_the_queue_page_shows_a_change_at_once(everybody):
+    everybody.get(url("queue", "emails"))
+    everybody.post(url("queue", "emails"), {"max_attempts": "9"})
+    assert "last changed by root" in everybody.get(url("queue", "emails")).content.decode()
 
 
 def test_a_job_tells_its_way(everybody):

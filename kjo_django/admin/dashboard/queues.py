@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpResponse
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django import registry
 from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard import overview
 from kjo_django.admin.dashboard.actions import carry_out
 from kjo_django.admin.dashboard.charts import sparkline
-from kjo_django.admin.dashboard.figures import number
-from kjo_django.admin.dashboard.page import Page, Screen, shared
+from kjo_django.admin.dashboard.figures import capped, duration, number
+from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
+from kjo_django.admin.dashboard.tiles import Tile, TileGroup
 from kjo_django.models import QueueControl
-from kjo_django.operations import queues
+from kjo_django.operations import queues, search
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.monitoring import metrics, status
 from kjo_django.runtime import jobs_database
 
+NAME = "queues"
 MOST_COUNTED = 20_000
 """Most jobs of a state that are counted by queue, for which their rows must be read."""
 LAG_SECONDS = 5.0
@@ -30,12 +33,17 @@ LAG_SECONDS = 5.0
 
 def show(page: Page) -> HttpResponse:
     """Show all queues."""
-    rows, _is_capped = shared("queues", lambda: status.queue_rows(limit=MOST_COUNTED), LAG_SECONDS)
+    rows = _found()
     return page.show(
         "queues.html",
         {"rows": _rows(page, rows), "limit": MOST_COUNTED, "summary": _summary(rows)},
         title=_("Queues"),
     )
+
+
+def _found() -> list[dict[str, Any]]:
+    rows, _is_capped = shared(NAME, lambda: status.queue_rows(limit=MOST_COUNTED), LAG_SECONDS)
+    return list(rows)
 
 
 def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,6 +63,7 @@ def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 **row,
                 "buttons": _buttons(page, row, row["queue"]),
                 "figures": figures,
+                "done": sum(values),
                 "spark": sparkline(values or [0], summary),
                 "worker_count": len(working),
                 "slots": sum(worker["concurrency"] for worker in working),
@@ -74,10 +83,11 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def show_one(page: Page, queue: str) -> HttpResponse:
-    """Show one queue, and change its policy."""
-    known = {row["queue"]: row for row in queues.overview()}
-    if queue not in known:
+    """Show one queue with its counts, and change its policy."""
+    known = [row for row in _found() if row["queue"] == queue]
+    if not known:
         raise Http404(_("No queue has this name."))
+    (row,) = _rows(page, known)
     action = ACTIONS["limit_queues"]
     form = None
     if page.allows(action):
@@ -87,13 +97,15 @@ def show_one(page: Page, queue: str) -> HttpResponse:
         if form is None:
             raise PermissionDenied
         if form.is_valid():
+            forget(NAME)
             return carry_out(page, action, [queue], form.cleaned_data, "queue", queue)
     length = overview.RANGES[overview.chosen_range(page)][1]
     return page.show(
         "queue.html",
         {
-            "queue": known[queue],
-            "buttons": _buttons(page, known[queue]),
+            "queue": row,
+            "groups": _tiles(page, row),
+            "buttons": _buttons(page, row),
             "form": form,
             "handlers": [each.name for each in registry.handlers() if each.options.queue == queue],
             "ranges": overview.range_links(page),
@@ -102,6 +114,65 @@ def show_one(page: Page, queue: str) -> HttpResponse:
         below="queue_form.html",
         title=_("Queue %s") % queue,
     )
+
+
+def _tiles(page: Page, row: dict[str, Any]) -> list[TileGroup]:
+    def jobs(state: str, label: Any, detail: str) -> Tile:
+        found = search.JobFilter(queue=row["queue"], state=state)
+        url = f"{page.url('jobs')}?{urlencode({'q': str(found)})}" if page.may("view_job") else ""
+        return Tile(label, capped(row["states"][state], MOST_COUNTED), url, detail)
+
+    figures, letters = row["figures"], row["open_dead_letters"]
+    letters_url = f"{page.url('dead_letters')}?{urlencode({'queue': row['queue']})}"
+    lanes = ngettext("%d lane", "%d lanes", row["slots"]) % row["slots"]
+    return [
+        TileGroup(
+            _("Problems"),
+            [
+                Tile(
+                    _("Dead letters"),
+                    capped(letters, MOST_COUNTED),
+                    letters_url if page.may("view_deadletter") else "",
+                    _("wait for a decision"),
+                    letters > 0,
+                ),
+                jobs("failing", _("Failing"), _("will be tried again")),
+            ],
+        ),
+        TileGroup(
+            _("Waiting"),
+            [
+                jobs("queued", _("Queued"), _("ready for a worker")),
+                jobs("pending", _("Pending"), _("stored, not published")),
+                jobs("scheduled", _("Scheduled"), _("due later")),
+            ],
+        ),
+        TileGroup(
+            _("Delays"),
+            [
+                Tile(
+                    _("Oldest waiting"),
+                    duration(row["oldest_waiting_seconds"]),
+                    detail=_("since it was due"),
+                ),
+                Tile(
+                    _("Lag"),
+                    _("unknown") if row["lag"] is None else number(row["lag"]),
+                    detail=_("messages not consumed"),
+                    is_unknown=row["lag"] is None,
+                ),
+                Tile(_("Wait p95"), duration(figures and figures.wait_p95), "", _("last hour")),
+            ],
+        ),
+        TileGroup(
+            _("Work"),
+            [
+                Tile(_("Workers"), number(row["worker_count"]), page.url("consumers"), lanes),
+                Tile(_("Completed"), number(row["done"]), "", _("last hour")),
+                Tile(_("Run p95"), duration(figures and figures.run_p95), "", _("last hour")),
+            ],
+        ),
+    ]
 
 
 def _limits(queue: str) -> dict[str, Any]:
