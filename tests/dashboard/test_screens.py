@@ -720,6 +720,38 @@ def test_jobs_are_found_by_what_is_known_of_them(everybody):
     assert str(other.pk) not in page
 
 
+@pytest.mark.parametrize(
+    ("state", "offered", "not_offered"),
+    [
+        ("failed", {"requeue"}, {"run_now", "cancel", "change_queue"}),
+        ("completed", {"requeue"}, {"run_now", "cancel", "change_queue"}),
+        ("scheduled", {"run_now", "cancel", "change_queue", "requeue"}, set()),
+    ],
+)
+def test_a_list_offers_what_can_be_done_to_jobs_of_its_state(
+    everybody, state, offered, not_offered
+):
+    rows = {
+        "failed": {"failed": True},
+        "completed": {"completed": True},
+        "scheduled": {"available_at": timezone.now() + timedelta(hours=1)},
+    }
+    for options in rows.values():
+        JobFactory(**options)
+
+    def actions(query: str) -> tuple[set[str], set[str]]:
+        page = everybody.get(url("jobs"), {"q": query}).content.decode()
+        selected = set(re.findall(r'formaction="[^"]*/jobs/chosen/(\w+)/"', page))
+        return selected, set(re.findall(r'href="[^"]*/jobs/all/(\w+)/', page))
+
+    # When one state is looked at, each button can do something
+    for found in actions(f"state:{state}"):
+        assert offered <= found
+        assert not found & not_offered
+    # When all are, each that can do something to any
+    assert all(offered | not_offered <= found for found in actions(""))
+
+
 def test_pages_of_jobs_follow_each_other(everybody):
     made = [str(job.pk) for job in JobFactory.create_batch(120)]
     seen, address = [], url("jobs")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from kjo_django.admin.display import one_line, seconds_taken, short_arguments
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.models import NEVER, DeadLetter, Job, JobFailure
 from kjo_django.operations import redaction, search
-from kjo_django.operations.actions import Subject
+from kjo_django.operations.actions import Action, Subject
 from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.runtime import jobs_database
@@ -71,15 +71,29 @@ def show_list(page: Page) -> HttpResponse:
             "suggestions": _suggestions(page),
             "tabs": _tabs(page, found),
             "is_unfiltered": found is not None and found.is_empty,
-            "actions": [
-                each for each in button_actions(Subject.JOBS) if each.is_bulk and page.allows(each)
-            ],
+            **_offered(page, {*shown.values()}, found),
             "links": _links(text, listed),
             "window": search.WINDOW,
         },
         controls="jobs_form.html",
         title=_("Jobs"),
     )
+
+
+def _offered(
+    page: Page, shown: Collection[str], found: search.JobFilter | None
+) -> dict[str, list[Action]]:
+    """Return the actions that can do something to jobs of the page, and to those that are found.
+
+    :param shown: the states of the jobs of the page.
+    """
+    offered = [each for each in button_actions(Subject.JOBS) if each.is_bulk and page.allows(each)]
+    state = None if found is None else found.state
+    return {
+        "actions": offered,
+        "actions_on_page": [each for each in offered if any(map(each.applies, shown))],
+        "actions_on_found": [each for each in offered if state is None or each.applies(state)],
+    }
 
 
 def _suggestions(page: Page) -> list[str]:

@@ -97,8 +97,9 @@ def show_one(page: Page, queue: str) -> HttpResponse:
         if form is None:
             raise PermissionDenied
         if form.is_valid():
+            answer = carry_out(page, action, [queue], form.cleaned_data, "queue", queue)
             forget(NAME)
-            return carry_out(page, action, [queue], form.cleaned_data, "queue", queue)
+            return answer
     length = overview.RANGES[overview.chosen_range(page)][1]
     return page.show(
         "queue.html",
