@@ -184,7 +184,7 @@ def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
     path = tmp_path / "go"
     jobs.wait_outside.using(id="watched").enqueue(job="watched", path=str(path))
     # Then it is seen in flight, without anybody reloading the page
-    engine.wait_until(lambda: site.tile("In flight") == "1", "It was never seen in flight")
+    engine.wait_until(lambda: site.tile("At workers") == "1", "It was never seen in flight")
     site.open("jobs/")
     site.wait_for("watched")
     site.press("ledger.wait_outside")

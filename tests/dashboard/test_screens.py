@@ -249,18 +249,25 @@ def test_the_overview_tells_what_goes_on(everybody):
     JobFactory(queued=True)
     JobFactory(available_at=timezone.now() + timedelta(hours=1))
     DeadLetterFactory.create_batch(2)
-    worker = WorkerFactory(in_flight_count=7)
+    worker = WorkerFactory(in_flight_count=7, concurrency=3)
     WorkerFactory(stale=True, in_flight_count=100)
     MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
     page = everybody.get(url("overview")).content.decode()
     tiles = tiles_of(page)
     assert (tiles["Pending"], tiles["Scheduled"]) == ("3", "1")
     assert tiles["Queued"] == "1"
-    assert tiles["In flight"] == "7"
+    assert "In flight" not in tiles
+    assert tiles["At workers"] == "7"
+    assert "run or are next, 3 lanes" in page
     assert tiles["Dead letters"] == "2"
     assert tiles["Failed, last hour"] == "4"
     assert tiles["Workers"] == "1"
     assert "completed <b>40</b>" in page
+    # In groups, those that need somebody first
+    groups = re.findall(r'kjo-group"><h2>([^<]+)</h2>(.*?)</section>', page, re.DOTALL)
+    assert [title for title, _group in groups] == ["Problems", "Work", "Waiting", "Delivery"]
+    assert {len(tiles_of(group)) for _title, group in groups} == {3}
+    assert next(iter(tiles_of(groups[0][1]))) == "Dead letters"
 
 
 def verdict(client) -> str:

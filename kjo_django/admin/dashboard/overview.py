@@ -14,6 +14,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from kjo_django.admin.dashboard.charts import Chart, Line
 from kjo_django.admin.dashboard.figures import at_least, capped, duration, duration_step, number
 from kjo_django.admin.dashboard.page import CACHE_SECONDS, Page, Screen, shared
+from kjo_django.admin.dashboard.tiles import Tile, TileGroup
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
 from kjo_django.store.counting import COUNT_LIMIT
@@ -28,18 +29,6 @@ USUAL_RANGE = "1h"
 HEALTH_SECONDS = 10.0
 """Seconds for which a result of the checks is shared: they also ask the broker."""
 HEALTH_TIMEOUT = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One figure."""
-
-    label: Any
-    value: str
-    url: str = ""
-    detail: str = ""
-    is_bad: bool = False
-    is_unknown: bool = False
 
 
 def chosen_range(page: Page) -> str:
@@ -177,7 +166,7 @@ def show(page: Page) -> HttpResponse:
         "overview.html",
         {
             # The lag is read where the chart reads it.
-            "tiles": _tiles(page, figures, _series(length).points[-1].lag),
+            "groups": _tiles(page, figures, _series(length).points[-1].lag),
             "summary": f"{verdict.text} {_summary(figures)}",
             "verdict": verdict,
             "unknown": [check.name for check in checks if check.is_unknown],
@@ -188,52 +177,69 @@ def show(page: Page) -> HttpResponse:
     )
 
 
-def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> list[Tile]:
-    def count(state: str) -> str:
-        return at_least(figures["states"][state], state in figures["lower_bounds"])
+def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> list[TileGroup]:
+    return [
+        TileGroup(_("Problems"), _problems(page, figures)),
+        TileGroup(_("Work"), _work(page, figures)),
+        TileGroup(
+            _("Waiting"),
+            [
+                _jobs(page, figures, "queued", _("Queued"), _("ready for a worker")),
+                _jobs(page, figures, "failing", _("Failing"), _("will be tried again")),
+                _jobs(page, figures, "scheduled", _("Scheduled"), _("due later")),
+            ],
+        ),
+        TileGroup(_("Delivery"), _delivery(page, figures, lag)),
+    ]
 
-    def jobs(state: str) -> str:
-        return f"{page.url('jobs')}?q=state:{state}" if page.may("view_job") else ""
 
+def _jobs(page: Page, figures: dict[str, Any], state: str, label: Any, detail: str) -> Tile:
+    count = at_least(figures["states"][state], state in figures["lower_bounds"])
+    url = f"{page.url('jobs')}?q=state:{state}" if page.may("view_job") else ""
+    return Tile(label, count, url, detail)
+
+
+def _problems(page: Page, figures: dict[str, Any]) -> list[Tile]:
     letters = figures["open_dead_letters"]
+    url = page.url("dead_letters") if page.may("view_deadletter") else ""
+    count, oldest = capped(letters, COUNT_LIMIT), duration(figures["oldest_waiting_seconds"])
+    return [
+        Tile(_("Dead letters"), count, url, _("wait for a decision"), letters > 0),
+        Tile(_("Failed, last hour"), number(figures["failed_last_hour"]), "", _("given up")),
+        Tile(_("Oldest waiting"), oldest, "", _("since it was due")),
+    ]
+
+
+def _work(page: Page, figures: dict[str, Any]) -> list[Tile]:
+    consumers, workers = page.url("consumers"), figures["living_workers"]
+    lanes = ngettext("run or are next, %d lane", "run or are next, %d lanes", figures["lanes"])
+    return [
+        Tile(_("Done per minute"), number(figures["done_per_minute"]), "", _("now")),
+        Tile(_("Workers"), number(workers), consumers, _("alive"), not workers),
+        Tile(_("At workers"), number(figures["in_flight"]), consumers, lanes % figures["lanes"]),
+    ]
+
+
+def _delivery(page: Page, figures: dict[str, Any], lag: int | None) -> list[Tile]:
     age = figures["oldest_backlog_seconds"]
     is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
-    letters_url = page.url("dead_letters") if page.may("view_deadletter") else ""
-    bad_letters, bad_workers = letters > 0, not figures["living_workers"]
-    workers = number(figures["living_workers"])
-    lag_text = _("unknown") if lag is None else number(lag)
-    backlog_text = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
-    outbox = capped(figures["backlog"], COUNT_LIMIT)
+    backlog = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
     return [
-        Tile(_("Pending"), count("pending"), jobs("pending"), _("stored, not published")),
-        Tile(_("Scheduled"), count("scheduled"), jobs("scheduled"), _("due later")),
-        Tile(_("Queued"), count("queued"), jobs("queued"), _("ready for a worker")),
-        Tile(_("In flight"), number(figures["in_flight"]), jobs("processing"), _("at workers")),
-        Tile(_("Failing"), count("failing"), jobs("failing"), _("will be tried again")),
         Tile(
-            *(_("Dead letters"), capped(letters, COUNT_LIMIT), letters_url),
-            *(_("wait for a decision"), bad_letters),
-        ),
-        Tile(_("Done per minute"), number(figures["done_per_minute"]), "", _("now")),
-        Tile(_("Failed, last hour"), number(figures["failed_last_hour"]), "", _("given up")),
-        Tile(
-            *(_("Oldest waiting"), duration(figures["oldest_waiting_seconds"])),
-            *("", _("since it was due")),
-        ),
-        Tile(
-            *(_("Consumer lag"), lag_text, page.url("consumers"), _("messages not consumed")),
+            *(_("Consumer lag"), _("unknown") if lag is None else number(lag)),
+            *(page.url("consumers"), _("messages not consumed")),
             is_unknown=lag is None,
         ),
-        Tile(_("Outbox"), outbox, "", backlog_text, is_late),
-        Tile(_("Workers"), workers, page.url("consumers"), _("alive"), bad_workers),
+        Tile(_("Outbox"), capped(figures["backlog"], COUNT_LIMIT), "", backlog, is_late),
+        _jobs(page, figures, "pending", _("Pending"), _("stored, not published")),
     ]
 
 
 def _summary(figures: dict[str, Any]) -> str:
     return _(
-        "%(running)s in flight, %(failed)s failed in the last hour, %(letters)s dead letters"
+        "%(rate)s jobs a minute, %(failed)s failed in the last hour, %(letters)s dead letters"
     ) % {
-        "running": number(figures["in_flight"]),
+        "rate": number(figures["done_per_minute"]),
         "failed": number(figures["failed_last_hour"]),
         "letters": capped(figures["open_dead_letters"], COUNT_LIMIT),
     }

@@ -69,7 +69,8 @@ def state_counts() -> tuple[dict[str, int], set[str]]:
 
 def overview() -> dict[str, Any]:
     """Return the figures of the first screen. A count of 100,000 is a lower bound; ``lower_bounds``
-    are the states whose counts are."""
+    are the states whose counts are. ``in_flight`` is the number of messages that living workers
+    have fetched and not settled: those that run, and those that wait for one of ``lanes``."""
     now = CLOCK.now()
     unpublished, _is_needed = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
@@ -82,7 +83,7 @@ def overview() -> dict[str, Any]:
     since = min(filter(None, (oldest["waiting"], oldest["ready"])), default=None)
     workers = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     living = workers.filter(heartbeat_at__gte=now - alive_within()).order_by()
-    in_flight = list(living.values_list("in_flight_count", flat=True)[:5000])
+    loads = list(living.values_list("in_flight_count", "concurrency")[:5000])
     totals = metrics.totals(timedelta(hours=1), with_lag=False)
     states, lower_bounds = state_counts()
     return {
@@ -92,8 +93,9 @@ def overview() -> dict[str, Any]:
         "backlog": counts["backlog"],
         "oldest_backlog_seconds": seconds_since(oldest["backlog"], now),
         "oldest_waiting_seconds": seconds_since(since, now),
-        "in_flight": sum(in_flight),
-        "living_workers": len(in_flight),
+        "in_flight": sum(count for count, _lanes in loads),
+        "lanes": sum(lanes for _count, lanes in loads),
+        "living_workers": len(loads),
         "failed_last_hour": totals.failed,
         "done_per_minute": totals.per_minute,
     }
