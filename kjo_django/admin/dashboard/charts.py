@@ -30,6 +30,8 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 630, 14, 160
 MOST_STEPS = 5
 """Most steps of the vertical axis."""
 MOMENTS = 5
+MARK_LETTERS = 12
+"""Most characters of a mark; a release may be a commit's digest."""
 SPARK_WIDTH, SPARK_HEIGHT = 120, 24
 
 
@@ -132,7 +134,7 @@ def _geometry(chart: Chart) -> dict[str, Any]:
         "bars": _bars(chart, up, slot) if chart.is_stacked else (),
         "lines": _lines(chart, latest, up, slot),
         "marks": [
-            {"at": across(place), "text": inert(text)}
+            {"at": across(place), "text": inert(_short(text)), "title": inert(text)}
             for moment, text in chart.marks
             if (place := _place(chart.times, moment)) is not None
         ],
@@ -234,6 +236,10 @@ def _place(times: Sequence[datetime], moment: datetime) -> float | None:
     if len(times) < 2 or not times[0] <= moment <= times[-1] + (times[1] - times[0]):
         return None
     return (moment - times[0]) / (times[1] - times[0])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MARK_LETTERS else f"{text[: MARK_LETTERS - 1]}…"
 
 
 def _moment(moment: datetime, has_days: bool) -> str:

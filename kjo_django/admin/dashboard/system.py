@@ -35,6 +35,8 @@ PARTITIONS_SHOWN = 500
 """Most partitions of one topic that are shown."""
 RUNNING_SHOWN = 3
 """Most running jobs of one worker that are shown: those that have run longest."""
+QUEUES_SHOWN = 3
+"""Most queues of one worker that are shown at once; the others are behind a click."""
 LAG_SECONDS = 5.0
 EVENTS_SHOWN = 50
 LONGEST_ID = 255
@@ -101,6 +103,8 @@ def _worker(page: Page, row: Member) -> dict[str, Any]:
         # Of a job, which may quote its payload.
         "last_error": worker["last_error"] if page.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
+        "queues_shown": worker["queues"][:QUEUES_SHOWN],
+        "queues_hidden": worker["queues"][QUEUES_SHOWN:],
         "request_label": Worker.Request(worker["asked_to"] or "").label,
         "buttons": page.buttons(
             Subject.WORKERS, worker["asked_to"] or worker["state"], worker["id"], worker["name"]
