@@ -257,8 +257,10 @@ def test_consumers_tell_who_has_what_and_what_runs(
     # Then the worker is seen at it, with what it was given and when
     site.wait_for("ledger.wait_outside", "tr[id^=kjo-worker]")
     site.refresh_every(0)
-    assert "–" not in column("Last rebalance")
-    assert "nobody" not in column("Worker")
+    has_log = bool(engine.servers.kafka)
+    if has_log:
+        assert "–" not in column("Last rebalance")
+    assert "nobody" not in column("Worker" if has_log else "Workers")
     # And once it is done, the screen says so, and that nothing is left
     site.refresh_every(2)
     Path(f"{path}.go").touch()
@@ -269,9 +271,10 @@ def test_consumers_tell_who_has_what_and_what_runs(
     engine.wait_for_moment(5.5)  # what the transport answered is shared that long
     site.open("consumers/")
     assert set(column("Lag")) == {"0"}
-    ends = [end for end in column("End") if end not in ("0", "–")]
-    assert set(ends) <= set(column("Committed"))
-    assert bool(ends) is bool(engine.servers.kafka), "only a log has offsets"
+    if has_log:
+        ends = [end for end in column("End") if end not in ("0", "–")]
+        assert ends
+        assert set(ends) <= set(column("Committed"))
 
 
 @pytest.mark.medium("embedded")

@@ -239,9 +239,11 @@ def test_workers_that_share_records_are_all_named(everybody, settings):
     settings.KJO = {"QUEUES": QUEUES}
     for name in ("host-1", "host-2"):
         WorkerFactory(name=name, queues=["emails"], partitions=[held(0)])
-    row = partitions(everybody)["0"]
-    assert (row["Committed"], row["End"], row["Lag"]) == (NOTHING, NOTHING, "0")
-    assert sorted(row["Worker"].split(", ")) == ["host-1", "host-2"]
+    page = page_of(everybody)
+    (row,) = table(page[page.rindex("<h2>Queues") :], "Queues")
+    assert (row["Queue"], row["Lag"], row["State"]) == ("emails", "0", "Running")
+    assert sorted(row["Workers"].split(", ")) == ["host-1", "host-2"]
+    assert not {"Partition", "Committed", "End", "Last rebalance"} & row.keys()
 
 
 @pytest.mark.usefixtures("log")

@@ -520,6 +520,38 @@ def test_the_queue_page_shows_a_change_at_once(everybody):
     assert "last changed by root" in everybody.get(url("queue", "emails")).content.decode()
 
 
+OF_LOGS = re.compile(r"kafka|partition|offset|rebalanc|consumer|committed|topic", re.IGNORECASE)
+
+
+def words_of_logs(client, addresses: list[str]) -> set[tuple[str, str]]:
+    """Return the words of logs such as Kafka that pages show, each with its page."""
+    found = set()
+    for address in addresses:
+        page = client.get(address).content.decode()
+        text = re.sub(r"<[^>]+>", " ", page[page.index('id="content-main"') :])
+        found |= {(address, word.lower()) for word in OF_LOGS.findall(text)}
+    return found
+
+
+def test_no_screen_has_words_of_kafka_where_no_queue_is_on_a_log(everybody, rows, settings):
+    # Given a job and a dead letter with the place of their records
+    Job.objects.filter(pk=rows["job"].pk).update(
+        topic="emails", partition=0, offset=7, queued_at=timezone.now()
+    )
+    # The checks are shown as ``kjo_health`` has them
+    addresses = [address for address in pages(rows) if address != url("status")]
+    known = {word for _address, word in words_of_logs(everybody, addresses)}
+    assert {"topic", "partition", "offset", "consumer"} <= known
+    # When the database is the transport
+    cache.clear()
+    settings.KJO = {"QUEUES": {"default": {}, "emails": {}}}
+    # Then
+    assert words_of_logs(everybody, addresses) == set()
+    page = everybody.get(url("overview")).content.decode()
+    assert ">Workers</a></li>" in page
+    assert "Outbox" not in tiles_of(page)
+
+
 def test_a_job_tells_its_way(everybody):
     failure = JobFailureFactory(error="it broke here", worker="host-9")
     page = everybody.get(url("job", failure.job.pk)).content.decode()

@@ -210,7 +210,7 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "job": found,
             "status": status,
             "django_status": states.to_django_tasks(status),
-            "steps": _steps(found, status, failures, limit),
+            "steps": _steps(found, status, failures, limit, has_log=page.has_log),
             "failures": failures,
             "letters": list(letters[:SHOWN_LETTERS]) if page.may("view_deadletter") else [],
             "progress": progress,
@@ -261,11 +261,13 @@ def _result(page: Page, job: Job) -> Any:
     return {"value": redaction.shown_result(job)}
 
 
-def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) -> list[Step]:
+def _steps(
+    job: Job, status: JobStatus, failures: list[JobFailure], limit: str, *, has_log: bool
+) -> list[Step]:
     steps = [Step(job.created_at, "done", _("Enqueued"), job.queue)]
     if job.queued_at is not None:
         place = f"{job.topic} {job.partition}/{job.offset}" if job.offset is not None else job.topic
-        steps.append(Step(job.queued_at, "done", _("Published"), place))
+        steps.append(Step(job.queued_at, "done", _("Published"), place if has_log else ""))
     steps += map(_failed_step, reversed(failures))
     if job.started_at is not None and status in (JobStatus.PROCESSING, JobStatus.COMPLETED):
         # The attempt that runs is counted when it has ended.

@@ -221,18 +221,22 @@ def _work(page: Page, figures: dict[str, Any]) -> list[Tile]:
 
 
 def _delivery(page: Page, figures: dict[str, Any], lag: int | None) -> list[Tile]:
-    age = figures["oldest_backlog_seconds"]
-    is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
-    backlog = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
-    return [
+    label = _("Consumer lag") if page.has_log else _("Lag")
+    tiles = [
         Tile(
-            *(_("Consumer lag"), _("unknown") if lag is None else number(lag)),
+            *(label, _("unknown") if lag is None else number(lag)),
             *(page.url("consumers"), _("messages not consumed")),
             is_unknown=lag is None,
         ),
-        Tile(_("Outbox"), capped(figures["backlog"], COUNT_LIMIT), "", backlog, is_late),
         _jobs(page, figures, "pending", _("Pending"), _("stored, not published")),
     ]
+    if not figures["needs_relay"]:
+        return tiles  # a job is published by the transaction that stores it
+    age = figures["oldest_backlog_seconds"]
+    is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
+    backlog = _("due, not published") if age is None else _("due, oldest %s") % duration(age)
+    outbox = capped(figures["backlog"], COUNT_LIMIT)
+    return [*tiles, Tile(_("Outbox"), outbox, "", backlog, is_late)]
 
 
 def _summary(figures: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ and a cookie keeps the choice. The forms and refreshes of a page name the databa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,10 +37,14 @@ from django.urls import NoReverseMatch, reverse
 from django.utils import timezone
 from django.utils.http import url_has_allowed_host_and_scheme, urlencode
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.actions import attempted, audited
+from kjo_django.conf import get_settings
 from kjo_django.operations.actions import Action, Subject, Surface, actions_of
 from kjo_django.operations.internal import UserActor
+from kjo_django.operations.monitoring.health import shares_by_partition
+from kjo_django.operations.queues import queues_here
 from kjo_django.operations.safe_text import inert
 from kjo_django.runtime import databases, jobs_database, use_database
 
@@ -48,6 +53,9 @@ CACHE_SECONDS = 2.0
 
 DATABASE, COOKIE = "database", "kjo_database"
 """The parameter and the cookie that name the database."""
+
+WITHOUT_LOG = {"consumers": gettext_lazy("Workers")}
+"""Titles of screens in the navigation where no queue is on a log."""
 
 PAGE = "admin/kjo_django/dashboard/page.html"
 
@@ -143,7 +151,8 @@ class Page:
         folder = "admin/kjo_django/dashboard/"
         may = PermWrapper(self.request.user)["kjo_django"]  # for templates: may.retry_job
         several = {"databases": self._databases(), "database": jobs_database()}
-        context = {"may": may, "here": self._here, **several, **context}
+        shown = {"may": may, "here": self._here, "has_log": self.has_log}
+        context = {**shown, **several, **context}
         if self.request.headers.get("X-Kjo-Fragment") and live:
             return self._fragment(render_to_string(folder + live, context, self.request))
         context |= {
@@ -167,10 +176,17 @@ class Page:
         response.headers["ETag"] = etag
         return response
 
+    @functools.cached_property
+    def has_log(self) -> bool:
+        """Whether a queue is on a log such as Kafka. Elsewhere there are no partitions, offsets and
+        rebalances, and no screen names them."""
+        conf = get_settings()
+        return any(shares_by_partition(conf.queue(name)) for name in queues_here())
+
     def _navigation(self) -> list[dict[str, Any]]:
         return [
             {
-                "title": screen.title,
+                "title": screen.title if self.has_log else WITHOUT_LOG.get(screen.name, screen.title),
                 "url": self.url(screen.name),
                 "is_here": self._is_at(screen),
                 # With Shift it opens the screen; schedules have the S.

@@ -18,10 +18,12 @@ from kjo_django.admin.dashboard.charts import sparkline
 from kjo_django.admin.dashboard.figures import capped, duration, number
 from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
 from kjo_django.admin.dashboard.tiles import Tile, TileGroup
+from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues, search
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.monitoring import metrics, status
+from kjo_django.operations.monitoring.health import shares_by_partition
 from kjo_django.runtime import jobs_database
 
 NAME = "queues"
@@ -48,7 +50,7 @@ def _found() -> list[dict[str, Any]]:
 
 def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     done = shared("metrics by queue", metrics.by_queue)
-    workers = shared("workers", status.workers)
+    workers, conf = shared("workers", status.workers), get_settings()
     rows = []
     for row in found:
         figures = done.get(row["queue"])
@@ -63,6 +65,7 @@ def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 **row,
                 "buttons": _buttons(page, row, row["queue"]),
                 "figures": figures,
+                "is_log": shares_by_partition(conf.queue(row["queue"])),
                 "done": sum(values),
                 "spark": sparkline(values or [0], summary),
                 "worker_count": len(working),

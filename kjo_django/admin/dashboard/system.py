@@ -75,7 +75,7 @@ def show_consumers(page: Page) -> HttpResponse:
             "summary": ngettext("%d worker is alive", "%d workers are alive", len(living))
             % len(living),
         },
-        title=_("Consumers"),
+        title=_("Consumers") if page.has_log else _("Workers"),
     )
 
 
@@ -150,6 +150,7 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
     lags = [topic["lag"] for topic in topics]
     return {
         "name": name,
+        "is_log": any(topic["is_log"] for topic in topics),
         "lag": None if None in lags else sum(lags),
         "members": sorted(members, key=_order),
         "rebalanced_at": rebalanced_at([each for member in members for each in member.assignments]),
@@ -175,9 +176,15 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
     known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}
     numbers = sorted(known.keys() | holders.keys())
+    held = [holder for of_partition in holders.values() for holder in of_partition]
     return {
         "name": topic,
+        "is_log": has_one_owner,
         "queues": [queue["queue"] for queue in queues if queue["queue"] != topic],
+        # Of a topic without partitions of its workers' own:
+        "shown_queues": [queue["queue"] for queue in queues],
+        "state": _state(held, is_paused),
+        "owners": sorted({member.worker["name"] for _each, member in held}),
         "lag": None if first["lag"] is None else sum(each["lag"] for each in known.values()),
         "lag_error": first["lag_error"],
         "trend": _trend(first),

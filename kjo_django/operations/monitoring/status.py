@@ -72,7 +72,7 @@ def overview() -> dict[str, Any]:
     are the states whose counts are. ``in_flight`` is the number of messages that living workers
     have fetched and not settled: those that run, and those that wait for one of ``lanes``."""
     now = CLOCK.now()
-    unpublished, _is_needed = backlog(now)
+    unpublished, needs_relay = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     counts = bounded_counts({"letters": letters.order_by("pk"), "backlog": unpublished})
     queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
@@ -91,6 +91,7 @@ def overview() -> dict[str, Any]:
         "lower_bounds": lower_bounds,
         "open_dead_letters": counts["letters"],
         "backlog": counts["backlog"],
+        "needs_relay": needs_relay,
         "oldest_backlog_seconds": seconds_since(oldest["backlog"], now),
         "oldest_waiting_seconds": seconds_since(since, now),
         "in_flight": sum(count for count, _lanes in loads),
