@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from django.db.models import F, Model
 from django.db.models.functions import Length
 from django.utils import timezone
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
+import kjo_django
 from kjo_django.exceptions import KjoError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
@@ -29,6 +32,20 @@ MAX_LISTED = 4_000
 """Bytes; the arguments of a longer payload are not read for a list."""
 MAX_ARGUMENT, MAX_ARGUMENTS = 40, 120
 """Characters of one argument, and of all arguments, on one line."""
+
+TRACEBACK_HEAD = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<path>[^"]*)", line \d+')
+_OURS = "|".join(
+    re.escape(each.name)
+    for each in sorted(Path(kjo_django.__file__).parent.iterdir())
+    if each.name != "__pycache__"
+)
+_BETWEEN = re.compile(
+    rf"[/\\]kjo_django[/\\](?:{_OURS})(?:[/\\]|$)"
+    r"|[/\\]python3\.\d+t?[/\\](?!site-packages|dist-packages)"
+    r"|[/\\](?:site|dist)-packages[/\\](?:django|asgiref)[/\\]"
+)
+"""Files of kjo_django and, in its calls, of Python's library and Django."""
 
 
 def inert_row(row: Model) -> None:
@@ -52,6 +69,67 @@ def show_text(text: str) -> SafeString:
     """Return a block of text, cut at a maximum length."""
     shown = inert(text[:MAX_TEXT])
     return format_html("<pre class='kjo-raw'>{}{}</pre>", shown, _more(len(text) - MAX_TEXT))
+
+
+def traceback_parts(text: str) -> list[tuple[list[str], int]]:
+    """Return the parts of a traceback: lines, and the number of frames in them if they are folded,
+    or 0. Of each exception the frames before the first of the project's code are folded; where
+    there is no other frame, none are."""
+    shown: list[str] = []
+    parts: list[tuple[list[str], int]] = []
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        shown.append(lines[at])
+        at += 1
+        if shown[-1] != TRACEBACK_HEAD:
+            continue
+        frames = list(_frames(lines[at:]))
+        count = next(
+            (index for index, frame in enumerate(frames) if not _is_between(frame)), len(frames)
+        )
+        if 0 < count < len(frames):
+            folded = [line for frame in frames[:count] for line in frame]
+            parts += [(shown, 0), (folded, count)]
+            shown = []
+            at += len(folded)
+    return [*parts, (shown, 0)] if shown else parts
+
+
+def _frames(lines: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the lines of each frame, up to the line of the exception."""
+    frame: list[str] = []
+    for line in lines:
+        if not line.startswith("  "):
+            break
+        if _FRAME.match(line) and frame:
+            yield frame
+            frame = []
+        frame.append(line)
+    if frame:
+        yield frame
+
+
+def _is_between(frame: Sequence[str]) -> bool:
+    found = _FRAME.match(frame[0])
+    return found is not None and _BETWEEN.search(found["path"]) is not None
+
+
+def show_traceback(text: str) -> SafeString:
+    """Return a traceback whose frames before the project's own code are folded."""
+    return format_html_join("", "{}", ((_shown_part(*part),) for part in traceback_parts(text)))
+
+
+def _shown_part(lines: Sequence[str], folded_count: int) -> SafeString:
+    block = show_text("\n".join(lines))
+    if not folded_count:
+        return block
+    words = ngettext("%d frame of kjo_django", "%d frames of kjo_django", folded_count)
+    return format_html(
+        '<details class="kjo-frames"><summary>{}</summary>{}</details>',
+        words % folded_count,
+        block,
+    )
 
 
 def show_value(value: Any) -> SafeString:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django import template
 
 from kjo_django.admin.dashboard import figures
-from kjo_django.admin.display import badge, show_text, show_value
+from kjo_django.admin.display import badge, show_text, show_traceback, show_value
 from kjo_django.operations.safe_text import inert
 
 register = template.Library()
@@ -18,6 +18,7 @@ register.filter("moment", figures.moment)
 register.filter("age", figures.age)
 register.filter("inert", inert)
 register.filter("text_block", show_text)
+register.filter("traceback_block", show_traceback)
 register.filter("value_block", show_value)
 
 

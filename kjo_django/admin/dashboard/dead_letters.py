@@ -176,8 +176,14 @@ def show_one(page: Page, letter: UUID) -> HttpResponse:
             "headers": show_headers(names.from_json(found.headers)) if may_see else None,
             "summary": f"{found.error_type}: {found.get_state_display()}",
         },
-        title=_("Dead letter of %s") % (found.handler or found.topic or found.pk),
+        title=_title(found),
     )
+
+
+def _title(letter: DeadLetter) -> str:
+    """Return what failed and of what, without the error's text, which may quote the payload."""
+    what = letter.handler or letter.topic or _("Message")
+    return f"{what}: {letter.error_type or letter.get_reason_display()}"
 
 
 def edit(page: Page, letter: UUID) -> HttpResponse:
