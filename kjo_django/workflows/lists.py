@@ -169,6 +169,8 @@ class StageSummary:
     """The stages it waits for."""
     job: UUID | None
     """The job, if it is one step."""
+    is_added: bool = False
+    """Whether a running step has added it."""
 
 
 def stages(workflow: Workflow, leased: Collection[UUID] = ()) -> list[StageSummary]:
@@ -196,6 +198,8 @@ def stages(workflow: Workflow, leased: Collection[UUID] = ()) -> list[StageSumma
             counts=_shown_counts(stage.steps, states.get(stage.id)),
             requires=stage.required,
             job=job_of.get(stage.id),
+            # Ids grow: those of the steps that it was enqueued with are made before its own.
+            is_added=UUID(stage.id) > workflow.pk,
         )
         for stage in found
     ]

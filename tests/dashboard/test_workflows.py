@@ -6,6 +6,7 @@ import math
 import re
 import time
 from datetime import timedelta
+from html import unescape
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -23,6 +24,7 @@ from tests.dashboard.test_screens import EVIL, MOST_QUERIES
 from tests.ledger.jobs import fetch_parts as fetch
 from tests.ledger.jobs import load_part as load
 from tests.ledger.jobs import report_parts as report
+from tests.ledger.jobs import write, write_and_add
 from tests.ledger.models import Entry
 from tests.ledger.workflows import ended, imported
 
@@ -76,6 +78,45 @@ def test_the_list_is_paged_by_key(operator, monkeypatch):
 
 
 # --- One ------------------------------------------------------------------------------------------
+
+
+def boxes(text: str) -> list[tuple[float, str, str]]:
+    """Return the boxes of the lying graph: how far to the right, the name and the state."""
+    drawing = text[text.index("kjo-lying") : text.index("</svg>", text.index("kjo-lying"))]
+    found = re.findall(
+        r'kjo-front" x="([\d.]+)".*?kjo-box-name"[^>]*>([^<]+)<.*?kjo-box-state"[^>]*>([^<]+)<',
+        drawing,
+    )
+    return sorted((float(x), unescape(name), state) for x, name, state in found)
+
+
+def test_steps_that_a_running_step_has_added_stand_behind_it_and_say_so(operator):
+    # Given a step that adds two, and one that waits for it
+    with Workflow("splitting") as workflow:
+        first = workflow.add(write_and_add, job="a", steps=2)
+        workflow.add(write, after=[first], job="last")
+    drain()
+    # When
+    client = operator(*READING, "view_payload")
+    text = body(client.get(url("workflow", workflow.handle.workflow_id)))
+    # Then
+    (left, *adder), (middle, *added), (right, *last) = boxes(text)
+    assert left < middle < right
+    assert adder == ["ledger.write_and_add", "Completed"]
+    assert added == ["ledger.write", "2 / 2 · added"]
+    assert last == ['write(job="last")', "Completed"]
+    assert "waits for ledger.write_and_add; added by a running step" in text
+
+
+def test_boxes_of_one_name_are_told_apart_by_their_arguments(operator):
+    with Workflow("writing") as workflow:
+        first = workflow.add(write, job="one")
+        workflow.add(write, after=[first], job="two")
+    address = url("workflow", workflow.handle.workflow_id)
+    names = [name for _x, name, _state in boxes(body(operator(*READING).get(address)))]
+    assert names == ["ledger.write"] * 2
+    text = body(operator(*READING, "view_payload").get(address))
+    assert [name for _x, name, _state in boxes(text)] == ['write(job="one")', 'write(job="two")']
 
 
 def test_the_page_draws_the_graph_and_each_box_leads_to_its_jobs(operator):

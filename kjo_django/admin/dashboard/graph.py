@@ -47,6 +47,8 @@ class Node:
     parents: tuple[str, ...] = ()
     """Keys of the nodes it waits for."""
     url: str = ""
+    is_added: bool = False
+    """Whether a running step has added it to the workflow."""
 
     @property
     def total(self) -> int:
@@ -136,7 +138,8 @@ def merged(nodes: Sequence[Node]) -> list[Node]:
             followers[parent].append(node.key)
     kinds: dict[Any, list[Node]] = defaultdict(list)
     for node in nodes:
-        alike = (node.handler, frozenset(node.parents), frozenset(followers[node.key]))
+        neighbours = frozenset(node.parents), frozenset(followers[node.key])
+        alike = (node.handler, node.is_added, *neighbours)
         kinds[alike].append(node)
     groups = [
         part
@@ -178,6 +181,7 @@ def _joined(groups: Iterable[list[Node]]) -> list[Node]:
 
 def layers_of(nodes: Sequence[Node]) -> dict[str, int]:
     """Return the layer of each node by its key: the longest way to it from a node without parents.
+    One that was added to the running workflow is in no first layer.
 
     :raises ValueError: nodes wait for one another in a circle.
     """
@@ -186,7 +190,7 @@ def layers_of(nodes: Sequence[Node]) -> dict[str, int]:
     for node in nodes:
         for parent in node.parents:
             followers[parent].append(node.key)
-    layers = dict.fromkeys((key for key, count in waits.items() if not count), 0)
+    layers = {node.key: int(node.is_added) for node in nodes if not waits[node.key]}
     ready = list(layers)
     for key in ready:
         for follower in followers[key]:
@@ -380,7 +384,8 @@ def _box(node: Node, form: Form, along: float, across: float, waits: list[str]) 
     label = label_of(state)
     done = node.counts.get(ENDED_WELL, 0)
     waits_for = _("waits for %s") % some(waits) if waits else ""
-    spoken = "; ".join(filter(None, (f"{node.name}: {states_of(node)}", waits_for)))
+    added = _("added by a running step") if node.is_added else ""
+    spoken = "; ".join(filter(None, (f"{node.name}: {states_of(node)}", waits_for, added)))
     arrow = (
         f"M{x + form.width / 2 - 4:.0f} {y - 6:.0f}h8l-4 6z"
         if form.is_upright
@@ -391,6 +396,8 @@ def _box(node: Node, form: Form, along: float, across: float, waits: list[str]) 
         detail = f"{number(done)} / {number(total)}"
         if state not in (ENDED_WELL, "waiting"):
             detail += f" · {number(node.counts.get(state, 0))} {label}"
+    if node.is_added:
+        detail = _("%s · added") % detail
     return {
         "name": _short(inert(node.name), form.letters),
         "detail": _short(detail, form.letters + 2),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
@@ -18,7 +18,8 @@ from kjo_django.admin.dashboard import graph
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.graph import Node
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
-from kjo_django.models import Workflow
+from kjo_django.admin.display import short_arguments
+from kjo_django.models import Job, Workflow
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.search import quoted, running
@@ -127,9 +128,10 @@ def show_one(page: Page, workflow: UUID) -> HttpResponse:
     (row,) = _rows(page, [found])
     stages = _stages(found, row["open"])
     is_drawn = all(stage.id is not None for stage in stages)
-    nodes = [_node(page, stage) for stage in stages]
+    nodes = [_node(page, stage) for stage in _with_adders(found, stages)]
     if is_drawn:
         nodes = [_with_address(page, found, node) for node in graph.merged(nodes)]
+        nodes = _with_arguments(page, nodes, stages)
     names = {node.key: node.name for node in nodes}
     return page.show(
         "workflow.html",
@@ -192,7 +194,57 @@ def _node(page: Page, stage: StageSummary) -> Node:
         counts=stage.counts,
         parents=stage.requires,
         url=url,
+        is_added=stage.is_added,
     )
+
+
+def _with_adders(found: Workflow, stages: Sequence[StageSummary]) -> list[StageSummary]:
+    """Return the stages; those that a running step has added and that wait for none stand behind
+    that step, where it is the only one that can have added them: what waits for it waits for what
+    it has added."""
+    followers: dict[str | None, set[str | None]] = defaultdict(set)
+    for stage in stages:
+        for required in stage.requires:
+            followers[required].add(stage.id)
+    first = [stage.id for stage in stages if stage.id is not None and not stage.is_added]
+    return [
+        replace(stage, requires=_adder(stage, first, followers))
+        if stage.is_added and not stage.requires
+        else stage
+        for stage in stages
+    ]
+
+
+def _adder(
+    stage: StageSummary, first: Sequence[str], followers: Mapping[str | None, set[str | None]]
+) -> tuple[str, ...]:
+    """Return the stage that has added another one, if only one can have.
+
+    :param first: the stages that the workflow was enqueued with.
+    """
+    known = followers[stage.id]
+    found = tuple(key for key in first if known and followers[key] == known)
+    return found if len(found) == 1 else ()
+
+
+def _with_arguments(
+    page: Page, nodes: Sequence[Node], stages: Sequence[StageSummary]
+) -> list[Node]:
+    """Return the nodes; where several have one name and are one step each, each is named by its
+    call, for users who may see payloads."""
+    names = Counter(node.name for node in nodes)
+    jobs = {stage.id: stage.job for stage in stages if stage.job is not None}
+    alike = [node for node in nodes if names[node.name] > 1 and node.total == 1]
+    wanted = {node.key: jobs[node.key] for node in alike if node.key in jobs}
+    if not wanted or not page.may("view_payload"):
+        return list(nodes)
+    arguments = short_arguments([Job(pk=key) for key in wanted.values()])
+    return [
+        replace(node, name=f"{node.name.rpartition('.')[2]}({arguments[wanted[node.key]]})")
+        if node.key in wanted
+        else node
+        for node in nodes
+    ]
 
 
 def _with_address(page: Page, found: Workflow, node: Node) -> Node:
