@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.core.cache import cache
+from django.utils import timezone
 
 from kjo_django import job, registry
-from kjo_django.coordination.base import slot_name
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import alive_name, lease_name, slot_name
 from kjo_django.limits import control
-from kjo_django.models import NEVER, HeldJob, LimitControl
+from kjo_django.limits.control import set_limit
+from kjo_django.models import NEVER, HeldJob, Job, LimitControl
 from kjo_django.runtime import get_coordination
+from kjo_django.states import JobState
 from tests.dashboard.conftest import texts, url
-from tests.factories import JobFactory
+from tests.factories import JobFactory, MetricBucketFactory
 
 pytestmark = pytest.mark.django_db(transaction=True)
 EVERYTHING = ("view_dashboard", "view_limitcontrol", "change_limitcontrol")
@@ -48,6 +55,57 @@ def test_the_list_tells_how_limits_are_used(operator):
     assert client.get(url("limit", row["name"])).status_code == 403
     assert client.post(url("limit_clear", row["name"])).status_code == 403
     assert operator("view_dashboard").get(url("limits")).status_code == 403
+
+
+def row_of(client, name: str):
+    cache.clear()
+    response = client.get(url("limits"))
+    (row,) = [row for row in response.context["rows"] if row["name"] == name]
+    return row, response.content.decode()
+
+
+def test_jobs_that_no_worker_has_met_wait_too(everybody):
+    # Given 3,000 due jobs on their topic, of which a worker has put two in line and runs one
+    now = timezone.now()
+    limited = {"handler": "tests.limited", "queue": "emails", "state": JobState.QUEUED}
+    made = Job.objects.bulk_create(
+        JobFactory.build(**limited, available_at=now - timedelta(minutes=1)) for _ in range(3000)
+    )
+    for row in made[1:3]:
+        Job.objects.filter(pk=row.pk).update(available_at=NEVER)
+        HeldJob.objects.create(job_id=row.pk, limit="RATE:job:tests.limited", queue="emails")
+    name = lease_name(get_settings().queue("emails"), made[0].message_id)
+    get_coordination().claim([name], "worker", timedelta(minutes=1))
+    get_coordination().claim([alive_name("worker")], "worker", timedelta(minutes=1))
+    # And others that do not wait for it
+    JobFactory(**limited | {"state": JobState.COMPLETED})
+    JobFactory(**limited, available_at=now + timedelta(hours=1))
+    JobFactory(queue="emails", queued=True)
+    # When, then
+    row, page = row_of(everybody, "job:tests.limited")
+    assert row["all_waiting"] == 2999
+    assert ">2,999<br>" in page
+    assert "2 in line" in page
+    # And of more than are looked at it is a lower bound
+    with patch("kjo_django.admin.dashboard.limits.SPLIT_LIMIT", 1000):
+        row, page = row_of(everybody, "job:tests.limited")
+    assert re.search(r">[\d,]+\+<br>", page)
+
+
+def test_a_limit_tells_the_rate_that_is_reached(everybody):
+    set_limit("queue:emails", rate="100/m")
+    set_limit("job:tests.limited", rate="60/h")
+    whole = timezone.now().replace(second=0, microsecond=0)
+    figures = {"completed_count": 70, "retried_count": 20, "failed_count": 10}
+    for ago in (1, 2, 3, 50):
+        minute = whole - timedelta(minutes=ago)
+        MetricBucketFactory(minute=minute, queue="emails", handler="tests.limited", **figures)
+        MetricBucketFactory(minute=minute, queue="emails", handler="other", **figures)
+    # Of the queue over five minutes, of the job over the hour of its rate
+    assert row_of(everybody, "queue:emails")[0]["reached"] == "120/m"
+    row, page = row_of(everybody, "job:tests.limited")
+    assert row["reached"] == "400/h"
+    assert "reached 400/h" in page
 
 
 def test_slots_are_not_counted_while_coordination_is_away(everybody, coordination_away):

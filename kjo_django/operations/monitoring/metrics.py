@@ -32,6 +32,8 @@ STEADY = 1.0
 MOST = 10_000
 _MINUTE = timedelta(minutes=1)
 SETTLED = ("completed", "retried", "failed", "duplicate", "skipped")
+SETTLED_ATTEMPTS = F("completed_count") + F("retried_count") + F("failed_count")
+"""Attempts of jobs that have ended."""
 COUNTERS = (*SETTLED, "unused_permit")
 _SETTLED = functools.reduce(operator.add, (F(f"{name}_count") for name in SETTLED))
 
