@@ -725,6 +725,29 @@ def test_events_are_looked_up_by_their_id(everybody):
     assert "No event of this id" in everybody.get(url("events") + "?id=nope").content.decode()
 
 
+def test_each_event_says_what_it_is_and_leads_to_its_job(everybody, operator):
+    # Given the marker of a job's second generation, and that of an event of another service
+    payload = b'{"order_id": 17, "password": "xyzzy"}'
+    job = JobFactory(handler="shop.send", payload=payload, completed=True, generation=2)
+    ProcessedEventFactory(event_id=job.message_id, event_type="shop.send")
+    data = {"name": "Ada", "password": "xyzzy"}
+    ProcessedEventFactory(event_id="e-17", event_type="user.created", event_data=data)
+    ProcessedEventFactory(event_id=str(uuid7()), event_type="user.gone")
+    # When
+    page = everybody.get(url("events")).content.decode()
+    # Then
+    link = f'<a href="{url("job", job.pk)}">shop.send</a><code class="kjo-call">'
+    assert f"{link}(order_id=17, password=&quot;[redacted]&quot;)</code>" in page
+    assert "user.created<code" in page
+    assert "name=&quot;Ada&quot;" in page
+    assert "xyzzy" not in page
+    assert re.findall(r'data-label="Kind">(\w+)<', page) == ["event", "event", "job"]
+    # And nobody sees or reaches what they may not
+    blind = operator("view_dashboard", "view_processedevent").get(url("events")).content.decode()
+    assert "shop.send" in blind
+    assert not [text for text in ("order_id", "Ada", url("job", job.pk)) if text in blind]
+
+
 def test_a_search_that_cannot_be_understood_says_why(everybody):
     page = everybody.get(url("jobs") + "?q=stat:failed").content.decode()
     assert "stat" in page

@@ -5,6 +5,7 @@ checks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,8 +18,10 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.page import Page, Screen, shared
+from kjo_django.admin.display import one_line, short_arguments
 from kjo_django.conf import get_settings
-from kjo_django.models import ProcessedEvent, Worker
+from kjo_django.models import Job, ProcessedEvent, Worker
+from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring.health import shares_by_partition
@@ -260,18 +263,54 @@ def show_events(page: Page) -> HttpResponse:
     day = shared("totals of a day", lambda: metrics.totals(timedelta(days=1), with_lag=False), 5)
     return page.show(
         "events.html",
-        {"rows": _events(wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
+        {"rows": _events(page, wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
         controls="events_form.html",
         title=_("Events"),
     )
 
 
-def _events(wanted: str) -> list[dict[str, Any]]:
-    rows = ProcessedEvent.objects.using(jobs_database()).order_by("-pk")
-    if wanted:
-        rows = rows.filter(event_id=wanted)
-    columns = ("pk", "event_id", "service_name", "event_type", "processed_at")
-    return list(rows.values(*columns)[:EVENTS_SHOWN])
+def _events(page: Page, wanted: str) -> list[dict[str, Any]]:
+    """Return the newest events, or those of one id, each with the job that it is of."""
+    sees_payloads = page.may("view_payload")
+    found = ProcessedEvent.objects.using(jobs_database()).order_by("-pk")
+    found = found if sees_payloads else found.defer("event_data")
+    rows = list((found.filter(event_id=wanted) if wanted else found)[:EVENTS_SHOWN])
+    jobs = _jobs_of(rows)
+    arguments = short_arguments(list(jobs.values())) if sees_payloads else {}
+    return [
+        {
+            "event_id": row.event_id,
+            "event_type": row.event_type,
+            "service_name": row.service_name,
+            "processed_at": row.processed_at,
+            "is_job": row.event_id in jobs,
+            "arguments": _arguments(row, jobs, arguments) if sees_payloads else None,
+            "url": page.url("job", jobs[row.event_id].pk)
+            if row.event_id in jobs and page.may("view_job")
+            else "",
+        }
+        for row in rows
+    ]
+
+
+def _jobs_of(rows: Iterable[ProcessedEvent]) -> dict[str, Job]:
+    """Return by the id of an event the job whose effect it was, where that is still known."""
+    keys: dict[str, UUID] = {}
+    for row in rows:
+        with suppress(ValueError):
+            keys[row.event_id] = UUID(row.event_id.partition(":")[0])
+    columns = ("pk", "handler", "content_type")
+    jobs = Job.objects.using(jobs_database()).only(*columns).in_bulk({*keys.values()})
+    return {id: jobs[key] for id, key in keys.items() if key in jobs}
+
+
+def _arguments(row: ProcessedEvent, jobs: dict[str, Job], arguments: dict[Any, str]) -> str | None:
+    """Return the arguments of an event's job, or its own data, on one line; None: there are none."""
+    if row.event_id in jobs:
+        return arguments.get(jobs[row.event_id].pk)
+    if row.event_data is None:
+        return None
+    return one_line(redaction.redacted(row.event_data, also=redaction.hidden_by(row.event_type)))
 
 
 # --- Status ---------------------------------------------------------------------------------------
