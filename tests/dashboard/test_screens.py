@@ -19,7 +19,7 @@ from kjo_django.admin.dashboard import SCREENS, overview
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
-from kjo_django.models import Job, Schedule
+from kjo_django.models import Job, MetricRollup, Schedule
 from kjo_django.operations.monitoring.health import ASK_AGAIN, SILENCE, Check
 from kjo_django.runtime import get_coordination
 from kjo_django.transports.memory import MemoryTransport
@@ -719,6 +719,15 @@ def test_secrets_are_shown_to_nobody(everybody):
 def test_events_are_looked_up_by_their_id(everybody):
     ProcessedEventFactory(event_id="event-17", event_type="user.created")
     ProcessedEventFactory(event_id="event-18", event_type="user.gone")
+    MetricRollup.objects.create(
+        minutes=MetricRollup.QUARTER,
+        minute=timezone.now() - timedelta(hours=1),
+        queue="emails",
+        worker_id=uuid7(),
+        duplicate_count=3,
+        skipped_count=2,
+    )
+    assert list(tiles_of(everybody.get(url("events")).content.decode()).values()) == ["3", "2"]
     page = everybody.get(url("events") + "?id=event-17").content.decode()
     assert "user.created" in page
     assert "user.gone" not in page

@@ -186,7 +186,9 @@ class Page:
     def _navigation(self) -> list[dict[str, Any]]:
         return [
             {
-                "title": screen.title if self.has_log else WITHOUT_LOG.get(screen.name, screen.title),
+                "title": screen.title
+                if self.has_log
+                else WITHOUT_LOG.get(screen.name, screen.title),
                 "url": self.url(screen.name),
                 "is_here": self._is_at(screen),
                 # With Shift it opens the screen; schedules have the S.

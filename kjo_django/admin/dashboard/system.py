@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
@@ -68,10 +70,14 @@ def show_consumers(page: Page) -> HttpResponse:
     queues = shared("queues of groups", _queues, LAG_SECONDS)
     rows = [Member(row, assignments(row["partitions"])) for row in shared("workers", known_workers)]
     living = [row for row in rows if row.worker["is_alive"]]
+    groups = _groups(queues, living)
     return page.show(
         "consumers.html",
         {
-            "groups": _groups(queues, living),
+            "groups": [group for group in groups if group["is_log"]],
+            "shared_topics": [
+                topic for group in groups if not group["is_log"] for topic in group["topics"]
+            ],
             "workers": [_worker(page, row) for row in sorted(rows, key=_order)[:SHOWN]],
             "shown": SHOWN,
             "minutes": MINUTES,
@@ -153,7 +159,7 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
     lags = [topic["lag"] for topic in topics]
     return {
         "name": name,
-        "is_log": any(topic["is_log"] for topic in topics),
+        "is_log": any(map(itemgetter("is_log"), topics)),
         "lag": None if None in lags else sum(lags),
         "members": sorted(members, key=_order),
         "rebalanced_at": rebalanced_at([each for member in members for each in member.assignments]),
@@ -179,7 +185,7 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
     known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}
     numbers = sorted(known.keys() | holders.keys())
-    held = [holder for of_partition in holders.values() for holder in of_partition]
+    held = [*chain.from_iterable(holders.values())]
     return {
         "name": topic,
         "is_log": has_one_owner,
@@ -187,7 +193,7 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
         # Of a topic without partitions of its workers' own:
         "shown_queues": [queue["queue"] for queue in queues],
         "state": _state(held, is_paused),
-        "owners": sorted({member.worker["name"] for _each, member in held}),
+        "owners": sorted({*_owners(held)}),
         "lag": None if first["lag"] is None else sum(each["lag"] for each in known.values()),
         "lag_error": first["lag_error"],
         "trend": _trend(first),
@@ -214,9 +220,13 @@ def _partition(
         "number": number,
         **(offsets or {"lag": None, "committed": None, "end": None}),
         "state": _state(holders, is_paused),
-        "owners": [member.worker["name"] for _each, member in holders],
+        "owners": _owners(holders),
         "rebalanced_at": rebalanced_at([each for each, _member in holders]),
     }
+
+
+def _owners(holders: Iterable[tuple[Assignment, Member]]) -> list[str]:
+    return [member.worker["name"] for _each, member in holders]
 
 
 def _given_at(holder: tuple[Assignment, Member]) -> float:
@@ -305,7 +315,7 @@ def _jobs_of(rows: Iterable[ProcessedEvent]) -> dict[str, Job]:
 
 
 def _arguments(row: ProcessedEvent, jobs: dict[str, Job], arguments: dict[Any, str]) -> str | None:
-    """Return the arguments of an event's job, or its own data, on one line; None: there are none."""
+    """Return the arguments of an event's job, or its own data, on one line; None if it has none."""
     if row.event_id in jobs:
         return arguments.get(jobs[row.event_id].pk)
     if row.event_data is None:
