@@ -1,9 +1,11 @@
-"""How numbers and times are written for people."""
+"""How numbers and times are written for people, and a figure of a screen."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import datetime, tzinfo
+from typing import Any
 
 from django.utils import timezone
 from django.utils.formats import date_format, number_format
@@ -13,6 +15,23 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 NOTHING = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure. The first of a group is the largest.
+
+    :param value: as it is shown.
+    :param url: leads to the rows that are counted.
+    :param detail: what the figure counts, in a few words.
+    """
+
+    label: Any
+    value: str
+    url: str = ""
+    detail: str = ""
+    is_bad: bool = False
+    is_unknown: bool = False
 
 
 _UNITS = ((1e3, "k"), (1e6, "M"), (1e9, "G"))

@@ -12,9 +12,15 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.charts import Chart, Line
-from kjo_django.admin.dashboard.figures import at_least, capped, duration, duration_step, number
+from kjo_django.admin.dashboard.figures import (
+    Tile,
+    at_least,
+    capped,
+    duration,
+    duration_step,
+    number,
+)
 from kjo_django.admin.dashboard.page import CACHE_SECONDS, Page, Screen, shared
-from kjo_django.admin.dashboard.tiles import Tile, TileGroup
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
 from kjo_django.store.counting import COUNT_LIMIT
@@ -177,20 +183,18 @@ def show(page: Page) -> HttpResponse:
     )
 
 
-def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> list[TileGroup]:
-    return [
-        TileGroup(_("Problems"), _problems(page, figures)),
-        TileGroup(_("Work"), _work(page, figures)),
-        TileGroup(
-            _("Waiting"),
-            [
-                _jobs(page, figures, "queued", _("Queued"), _("ready for a worker")),
-                _jobs(page, figures, "failing", _("Failing"), _("will be tried again")),
-                _jobs(page, figures, "scheduled", _("Scheduled"), _("due later")),
-            ],
-        ),
-        TileGroup(_("Delivery"), _delivery(page, figures, lag)),
-    ]
+def _tiles(page: Page, figures: dict[str, Any], lag: int | None) -> dict[str, list[Tile]]:
+    """Return the figures in groups of what belongs together, by the title of each."""
+    return {
+        _("Problems"): _problems(page, figures),
+        _("Work"): _work(page, figures),
+        _("Waiting"): [
+            _jobs(page, figures, "queued", _("Queued"), _("ready for a worker")),
+            _jobs(page, figures, "failing", _("Failing"), _("will be tried again")),
+            _jobs(page, figures, "scheduled", _("Scheduled"), _("due later")),
+        ],
+        _("Delivery"): _delivery(page, figures, lag),
+    }
 
 
 def _jobs(page: Page, figures: dict[str, Any], state: str, label: Any, detail: str) -> Tile:

@@ -15,9 +15,8 @@ from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard import overview
 from kjo_django.admin.dashboard.actions import carry_out
 from kjo_django.admin.dashboard.charts import sparkline
-from kjo_django.admin.dashboard.figures import capped, duration, number
+from kjo_django.admin.dashboard.figures import Tile, capped, duration, number
 from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
-from kjo_django.admin.dashboard.tiles import Tile, TileGroup
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues, search
@@ -120,7 +119,7 @@ def show_one(page: Page, queue: str) -> HttpResponse:
     )
 
 
-def _tiles(page: Page, row: dict[str, Any]) -> list[TileGroup]:
+def _tiles(page: Page, row: dict[str, Any]) -> dict[str, list[Tile]]:
     def jobs(state: str, label: Any, detail: str) -> Tile:
         found = search.JobFilter(queue=row["queue"], state=state)
         url = f"{page.url('jobs')}?{urlencode({'q': str(found)})}" if page.may("view_job") else ""
@@ -129,54 +128,42 @@ def _tiles(page: Page, row: dict[str, Any]) -> list[TileGroup]:
     figures, letters = row["figures"], row["open_dead_letters"]
     letters_url = f"{page.url('dead_letters')}?{urlencode({'queue': row['queue']})}"
     lanes = ngettext("%d lane", "%d lanes", row["slots"]) % row["slots"]
-    return [
-        TileGroup(
-            _("Problems"),
-            [
-                Tile(
-                    _("Dead letters"),
-                    capped(letters, MOST_COUNTED),
-                    letters_url if page.may("view_deadletter") else "",
-                    _("wait for a decision"),
-                    letters > 0,
-                ),
-                jobs("failing", _("Failing"), _("will be tried again")),
-            ],
-        ),
-        TileGroup(
-            _("Waiting"),
-            [
-                jobs("queued", _("Queued"), _("ready for a worker")),
-                jobs("pending", _("Pending"), _("stored, not published")),
-                jobs("scheduled", _("Scheduled"), _("due later")),
-            ],
-        ),
-        TileGroup(
-            _("Delays"),
-            [
-                Tile(
-                    _("Oldest waiting"),
-                    duration(row["oldest_waiting_seconds"]),
-                    detail=_("since it was due"),
-                ),
-                Tile(
-                    _("Lag"),
-                    _("unknown") if row["lag"] is None else number(row["lag"]),
-                    detail=_("messages not consumed"),
-                    is_unknown=row["lag"] is None,
-                ),
-                Tile(_("Wait p95"), duration(figures and figures.wait_p95), "", _("last hour")),
-            ],
-        ),
-        TileGroup(
-            _("Work"),
-            [
-                Tile(_("Workers"), number(row["worker_count"]), page.url("consumers"), lanes),
-                Tile(_("Completed"), number(row["done"]), "", _("last hour")),
-                Tile(_("Run p95"), duration(figures and figures.run_p95), "", _("last hour")),
-            ],
-        ),
-    ]
+    return {
+        _("Problems"): [
+            Tile(
+                _("Dead letters"),
+                capped(letters, MOST_COUNTED),
+                letters_url if page.may("view_deadletter") else "",
+                _("wait for a decision"),
+                letters > 0,
+            ),
+            jobs("failing", _("Failing"), _("will be tried again")),
+        ],
+        _("Waiting"): [
+            jobs("queued", _("Queued"), _("ready for a worker")),
+            jobs("pending", _("Pending"), _("stored, not published")),
+            jobs("scheduled", _("Scheduled"), _("due later")),
+        ],
+        _("Delays"): [
+            Tile(
+                _("Oldest waiting"),
+                duration(row["oldest_waiting_seconds"]),
+                detail=_("since it was due"),
+            ),
+            Tile(
+                _("Lag"),
+                _("unknown") if row["lag"] is None else number(row["lag"]),
+                detail=_("messages not consumed"),
+                is_unknown=row["lag"] is None,
+            ),
+            Tile(_("Wait p95"), duration(figures and figures.wait_p95), "", _("last hour")),
+        ],
+        _("Work"): [
+            Tile(_("Workers"), number(row["worker_count"]), page.url("consumers"), lanes),
+            Tile(_("Completed"), number(row["done"]), "", _("last hour")),
+            Tile(_("Run p95"), duration(figures and figures.run_p95), "", _("last hour")),
+        ],
+    }
 
 
 def _limits(queue: str) -> dict[str, Any]:
