@@ -24,6 +24,7 @@ PACKAGES = {
     "tracing": ("opentelemetry",),
     "registry": ("confluent_kafka.schema_registry", "fastavro", "google.protobuf"),
     "fast": ("orjson", "hiredis"),
+    "migrate": ("libcst",),
 }
 """What each extra brings, as it is imported."""
 VARIABLE = "KJO_TEST_WITHOUT"

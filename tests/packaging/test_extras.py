@@ -24,6 +24,13 @@ NEEDS = {
     "msgpack": ["kjo_django.messages.msgpack"],
     "tracing": ["kjo_django.contrib.opentelemetry.tracer"],
     "registry": ["kjo_django.contrib.schema_registry"],
+    "migrate": [
+        f"kjo_django.contrib.celery_codemod.{name}"
+        for name in (
+            *("call_arguments", "canvas", "celery_settings", "edits", "import_edits", "migration"),
+            *("task_calls", "task_declarations", "task_mocks"),
+        )
+    ],
 }
 """The modules, with those in them, that cannot be imported without an extra."""
 SAYS = {

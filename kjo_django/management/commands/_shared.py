@@ -124,6 +124,8 @@ class ParsedCommand(BaseCommand):
     # This app's settings alone: for the checks of others Django imports every view of the project,
     # which a worker never calls.
     requires_system_checks: tuple[str, ...] = ("kjo",)
+    has_database: ClassVar[bool] = True
+    """Whether the command works with a database, so that ``--database`` names one."""
     without_database: ClassVar[str] = "the first of them if not given"
     """What ``--help`` says of a command without ``--database``."""
     writes_log: ClassVar[bool] = False
@@ -133,12 +135,13 @@ class ParsedCommand(BaseCommand):
         """Return the parser of the command line."""
         kwargs.setdefault("formatter_class", _HelpFormatter)
         parser = super().create_parser(prog_name, subcommand, **kwargs)
-        parser.add_argument(
-            "--database",
-            metavar="ALIAS",
-            help="Where queues have databases of their own: the one to work with; "
-            f"{self.without_database}.",
-        )
+        if self.has_database:
+            parser.add_argument(
+                "--database",
+                metavar="ALIAS",
+                help="Where queues have databases of their own: the one to work with; "
+                f"{self.without_database}.",
+            )
         return parser
 
     def execute(self, *args: Any, **options: Any) -> str | None:

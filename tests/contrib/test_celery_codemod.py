@@ -1,0 +1,885 @@
+"""The codemod, rewrite by rewrite: what Celery's code becomes, and what is left, and why."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+pytest.importorskip("libcst", reason="the extra migrate is not installed")
+
+from kjo_django import Retry, job, registry
+from kjo_django.contrib.celery_codemod.migration import Migration
+from kjo_django.contrib.celery_codemod.migration_report import Report
+from kjo_django.models import Job
+from kjo_django.testing import drain
+from tests.declarations import forgetting
+
+pytestmark = pytest.mark.small
+
+TASKS = """
+from celery import shared_task
+from shop.errors import Gone
+
+
+@shared_task
+def send(order_id, copy=False):
+    ...
+
+
+@shared_task
+def add(total, amount):
+    return total + amount
+
+
+@shared_task
+def publish(album):
+    ...
+
+
+@shared_task(bind=True)
+def export(self, report_id):
+    return self.request.id
+
+
+@shared_task
+def several(*ids):
+    ...
+"""
+
+Rewrite = Callable[..., str]
+
+
+class Project:
+    """The files of a project in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.report = Report()
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip())
+        return path
+
+    def migrate(self, *, write: bool = True) -> Report:
+        migration = Migration([self.folder])
+        migration.rewrite()
+        if write:
+            migration.write()
+        self.report = migration.report
+        return self.report
+
+    @property
+    def reasons(self) -> list[str]:
+        return [f"{each.what}: {each.why}" for each in self.report.findings]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    found = Project(tmp_path)
+    found.write("shop/__init__.py", "")
+    found.write("shop/models.py", "")
+    found.write("shop/tasks.py", TASKS)
+    return found
+
+
+@pytest.fixture
+def declared(project: Project) -> Rewrite:
+    """What a declaration becomes: its decorator and function, without imports."""
+
+    def rewrite(code: str) -> str:
+        head = "from celery import shared_task\n\n"
+        path = project.write("shop/tasks.py", head + textwrap.dedent(code).lstrip())
+        project.migrate()
+        body = path.read_text().partition("\n\n")[2]
+        return body.strip()
+
+    return rewrite
+
+
+@pytest.fixture
+def called(project: Project) -> Rewrite:
+    """What a statement of a function becomes that has imported the tasks."""
+
+    def rewrite(code: str, imports: str = "", name: str = "shop/views.py") -> str:
+        head = f"from shop.tasks import add, export, publish, send, several\n{imports}\n\n"
+        body = textwrap.indent(textwrap.dedent(code).strip(), "    ")
+        path = project.write(name, f"{head}def act(order):\n{body}\n")
+        project.migrate()
+        return textwrap.dedent(path.read_text().partition("def act(order):\n")[2]).strip()
+
+    return rewrite
+
+
+# --- Declarations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("celery", "here"),
+    [
+        ("@shared_task", "@job"),
+        ("@shared_task()", "@job"),
+        ('@shared_task(name="shop.x", queue="mails")', '@job(name="shop.x", queue="mails")'),
+        ("@shared_task(ignore_result=True, acks_late=True)", "@job"),
+        (
+            "@shared_task(autoretry_for=(OSError,), max_retries=2)",
+            "@job(retry_on=(OSError,), max_attempts=3)",
+        ),
+        (
+            "@shared_task(autoretry_for=(OSError,), retry_backoff=True)",
+            "@job(retry_on=(OSError,), backoff=exponential(1, max=600), max_attempts=4)",
+        ),
+        (
+            "@shared_task(autoretry_for=(E,), retry_kwargs={'max_retries': N, 'countdown': 9})",
+            "@job(retry_on=(E,), backoff=9, max_attempts=N + 1)",
+        ),
+        ("@shared_task(rate_limit=10)", '@job(rate="10/s")'),
+        ('@shared_task(rate_limit="10/m")', '@job(rate="10/m")'),
+        ("@shared_task(time_limit=60, soft_time_limit=50)", "@job(timeout=60)"),
+        ("@shared_task(soft_time_limit=50)", "@job(timeout=50)"),
+        ("@shared_task(priority=9)", "@job(priority=9)"),
+        ("@shared_task(bind=False, serializer='json')", "@job"),
+    ],
+)
+def test_a_declaration_becomes(celery: str, here: str, declared: Rewrite) -> None:
+    assert declared(f"{celery}\ndef act(x): ...") == f"{here}\ndef act(x): ..."
+
+
+@pytest.mark.parametrize(
+    ("celery", "why"),
+    [
+        ("@shared_task(base=Logged)\ndef act(x): ...", "base=… has no equal"),
+        ("@shared_task(expires=60)\ndef act(x): ...", "expires=… has no equal"),
+        ("@shared_task(max_retries=None)\ndef act(x): ...", "tries for ever"),
+        ("@shared_task(**options)\ndef act(x): ...", "by * or **"),
+        ("@shared_task(serializer='pickle')\ndef act(x): ...", "JSON"),
+        ("@shared_task(priority=255)\ndef act(x): ...", "from -100 to 100"),
+        ("@shared_task(rate_limit=LIMIT)\ndef act(x): ...", "'10/m'"),
+        ("@shared_task\ndef act(*xs): ...", "*xs"),
+        ("@shared_task\ndef act(x, /): ...", "'/'"),
+        ("@shared_task(bind=True)\ndef act(self): log(self)", "self as a value"),
+        ("@shared_task(bind=True)\ndef act(self): self.retry(eta=1)", "eta"),
+    ],
+)
+def test_a_declaration_is_left(celery: str, why: str, declared: Rewrite, project: Project) -> None:
+    # When
+    code = declared(celery)
+    # Then
+    assert code == celery
+    assert why in project.reasons[0]
+    assert project.report.counts["declarations", "left"] == 1
+
+
+def test_a_bound_task_takes_a_context(declared: Rewrite) -> None:
+    assert (
+        declared(
+            """
+        @shared_task(bind=True, max_retries=5)
+        def act(self, x):
+            try:
+                log(self.request.id, self.request.retries, self.name)
+                return self.max_retries
+            except OSError as exc:
+                raise self.retry(exc=exc, countdown=2 ** self.request.retries)
+            self.retry()
+            self.apply_async((x,), countdown=5)
+        """
+        )
+        == textwrap.dedent(
+            """
+        @job(takes_context=True, max_attempts=6, retry_on=(Retry,))
+        def act(context, x):
+            try:
+                log(context.job_id, (context.attempt - 1), context.handler)
+                return (context.max_attempts - 1)
+            except OSError as exc:
+                raise Retry(str(exc), delay=2 ** (context.attempt - 1)) from exc
+            raise Retry()
+            act.using(delay=5).enqueue(x=x)
+        """
+        ).strip()
+    )
+
+
+def test_a_context_has_another_name_where_that_one_is_taken(declared: Rewrite) -> None:
+    assert (
+        declared("@shared_task(bind=True)\ndef act(self, context): return self.request.id")
+        == "@job(takes_context=True)\ndef act(job_context, context): return job_context.job_id"
+    )
+
+
+def test_a_name_that_the_file_has_already_is_imported_by_another(project: Project) -> None:
+    # Given
+    path = project.write(
+        "shop/tasks.py", "from celery import shared_task\njob = 7\n\n@shared_task\ndef a(): ...\n"
+    )
+    # When
+    project.migrate()
+    # Then
+    assert "from kjo_django import job as kjo_django_job\n" in path.read_text()
+    assert "@kjo_django_job\ndef a(): ..." in path.read_text()
+
+
+def test_two_tasks_of_an_app_that_have_one_name_keep_those_of_celery(project: Project) -> None:
+    # Given
+    code = "from celery import shared_task\n\n@shared_task\ndef clean(): ...\n"
+    first = project.write("shop/tasks.py", code)
+    second = project.write("shop/nightly.py", code)
+    # When
+    project.migrate()
+    # Then
+    assert '@job(name="shop.tasks.clean")' in first.read_text()
+    assert '@job(name="shop.nightly.clean")' in second.read_text()
+
+
+def test_the_app_of_a_project_declares_tasks_too(project: Project) -> None:
+    # Given
+    project.write("bazaar/celery.py", 'from celery import Celery\napp = Celery("bazaar")\n')
+    path = project.write(
+        "shop/tasks.py", "from bazaar.celery import app\n\n@app.task(queue='a')\ndef a(): ...\n"
+    )
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text() == "from kjo_django import job\n\n@job(queue='a')\ndef a(): ...\n"
+
+
+def test_comments_of_options_stay(declared: Rewrite) -> None:
+    code = declared(
+        """
+        @shared_task(
+            queue="mails",  # its own worker
+            max_retries=3,
+            autoretry_for=(OSError,),  # the server is down at night
+        )
+        def act(x): ...
+        """
+    )
+    assert '    queue="mails",  # its own worker\n    max_attempts=4,\n' in code
+    assert "    retry_on=(OSError,),  # the server is down at night\n)" in code
+
+
+# --- Calls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("celery", "here"),
+    [
+        ("send.delay(7)", "send.enqueue(order_id=7)"),
+        ("send.delay(7, copy=True)", "send.enqueue(order_id=7, copy=True)"),
+        ("send.delay(**order)", "send.enqueue(**order)"),
+        ("send.delay_on_commit(7)", "send.enqueue(order_id=7)"),
+        ("send.apply_async((7,), {'copy': True})", "send.enqueue(order_id=7, copy=True)"),
+        ("send.apply_async(kwargs=dict(order_id=7))", "send.enqueue(order_id=7)"),
+        ("send.apply_async(kwargs=order)", "send.enqueue(**order)"),
+        (
+            "send.apply_async([7], countdown=60, queue='a', priority=9, retry=False)",
+            "send.using(delay=60, queue='a', priority=9).enqueue(order_id=7)",
+        ),
+        (
+            "send.apply_async([7], eta=order.due, task_id='o-7', headers={'a': 'b'})",
+            "send.using(run_at=order.due, id='o-7', headers={'a': 'b'}).enqueue(order_id=7)",
+        ),
+        (
+            "send.apply_async([7], expires=60 * 2)",
+            "send.using(expires_at=timezone.now() + timedelta(seconds=60 * 2)).enqueue(order_id=7)",
+        ),
+        ("x = send.delay(7).get(timeout=3)", "x = send.enqueue(order_id=7).wait(timeout=3)"),
+        ("r = send.delay(7)\nr.get()", "r = send.enqueue(order_id=7)\nr.wait()"),
+        ("return send.delay(7).task_id", "return send.enqueue(order_id=7).id"),
+        ("send.run(7)", "send(order_id=7)"),
+        ("send(7)", "send(7)"),
+        ("send.s(7).delay()", "send.enqueue(order_id=7)"),
+        ("send.s(7).apply_async(countdown=5)", "send.using(delay=5).enqueue(order_id=7)"),
+    ],
+)
+def test_a_call_becomes(celery: str, here: str, called: Rewrite) -> None:
+    assert called(celery) == here
+
+
+@pytest.mark.parametrize(
+    ("celery", "why"),
+    [
+        ("send.delay(*order)", "given by *"),
+        ("send.delay(7, True, 8)", "more arguments"),
+        ("send.delay(7, copies=2)", "takes no argument copies"),
+        ("send.apply_async(args=order)", "no literal"),
+        ("send.apply_async((7,), **order)", "given by **"),
+        ("send.apply_async((7,), link=publish.s(1))", "link=…"),
+        ("send.apply_async((7,), eta=datetime.now())", "no time zone"),
+        ("send.apply_async((7,), expires=order.end)", "seconds or a moment"),
+        ("several.delay(7)", "several is left"),
+        ("order.task.delay(7)", "was not found"),
+        ("export(7)", "takes a context"),
+        ("send.apply((7,))", "EagerResult"),
+        ("send.chunks([7], 2)", "chunks"),
+        ("act_on(send.delay)", "passed on"),
+        ("current_app.send_task('shop.tasks.send', args=[7])", "shop/tasks.py:6"),
+        ("app.control.revoke(order.task)", "control"),
+        ("send.delay(7).revoke()", "no revoke"),
+    ],
+)
+def test_a_call_is_left(celery: str, why: str, called: Rewrite, project: Project) -> None:
+    # When
+    code = called(celery, "from celery import current_app")
+    # Then
+    found = [each for each in project.report.findings if each.file.endswith("views.py")]
+    left = [each for each in found if each.is_left]
+    assert why in left[0].why
+    assert left[0].line == 5
+    assert ".enqueue(" not in code or "revoke" in code
+
+
+def test_a_coroutine_awaits_the_enqueue(project: Project) -> None:
+    # Given
+    path = project.write(
+        "shop/views.py",
+        """
+        from asgiref.sync import sync_to_async
+        from shop import tasks
+
+        async def act():
+            handle = tasks.send.delay(7)
+            await sync_to_async(tasks.send.delay)(8)
+            return tasks.send.delay(9).id
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    assert (
+        path.read_text()
+        == textwrap.dedent(
+            """
+        from shop import tasks
+
+        async def act():
+            handle = await tasks.send.aenqueue(order_id=7)
+            await tasks.send.aenqueue(order_id=8)
+            return (await tasks.send.aenqueue(order_id=9)).id
+        """
+        ).lstrip()
+    )
+
+
+@pytest.mark.parametrize(
+    ("celery", "here"),
+    [
+        ("transaction.on_commit(lambda: send.delay(order.pk))", "send.enqueue(order_id=order.pk)"),
+        ("transaction.on_commit(partial(send.delay, 7))", "send.enqueue(order_id=7)"),
+        (
+            "transaction.on_commit(lambda: chain(send.si(7), publish.si(8))())",
+            "chain(send.step(order_id=7), publish.step(album=8)).enqueue()",
+        ),
+        (
+            "transaction.on_commit(lambda: send.delay(7), using='other')",
+            "transaction.on_commit(lambda: send.enqueue(order_id=7), using='other')",
+        ),
+        ("transaction.on_commit(lambda: print(7))", "transaction.on_commit(lambda: print(7))"),
+    ],
+)
+def test_an_enqueue_needs_no_on_commit(celery: str, here: str, called: Rewrite) -> None:
+    imports = "from functools import partial\nfrom celery import chain\n"
+    assert called(celery, imports + "from django.db import transaction") == here
+
+
+@pytest.mark.parametrize(
+    "how", ["from shop import tasks as t", "import shop.tasks as t", "from . import tasks as t"]
+)
+def test_a_task_is_known_by_whatever_name_it_is_imported(how: str, project: Project) -> None:
+    # Given
+    path = project.write("shop/views.py", f"{how}\n\nt.send.delay(7)\n")
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text().endswith("t.send.enqueue(order_id=7)\n")
+
+
+def test_a_task_is_known_through_the_package_that_exports_it(project: Project) -> None:
+    # Given
+    project.write(
+        "shop/api/__init__.py", "from shop.tasks import *\nfrom ..tasks import send as s\n"
+    )
+    path = project.write(
+        "shop/views.py", "from shop.api import s, add\n\ns.delay(7)\nadd.delay(1, 2)\n"
+    )
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text().endswith("s.enqueue(order_id=7)\nadd.enqueue(total=1, amount=2)\n")
+
+
+def test_a_parameter_of_the_same_name_is_no_task(project: Project) -> None:
+    # Given
+    code = "from shop.tasks import send\n\n\ndef act(send):\n    return send.delay(7)\n"
+    path = project.write("shop/views.py", code)
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text() == code
+
+
+# --- Chains, groups, chords -----------------------------------------------------------------------
+
+CANVAS = "from celery import chain, chord, group"
+
+
+@pytest.mark.parametrize(
+    ("celery", "here"),
+    [
+        (
+            "chain(add.s(1, 2), add.s(3))()",
+            "chain(add.step(total=1, amount=2), add.step(amount=3)).enqueue()",
+        ),
+        (
+            "chain(add.s(1, 2), send.s(True)).delay()",
+            "chain(add.step(total=1, amount=2), send.step(copy=True)).enqueue()",
+        ),
+        (
+            "(add.s(1, 2) | add.s(3) | publish.si(4)).apply_async()",
+            "chain(add.step(total=1, amount=2), add.step(amount=3), publish.step(album=4))"
+            ".enqueue()",
+        ),
+        (
+            "chain([send.si(1), send.si(2)]).delay()",
+            "chain(*[send.step(order_id=1), send.step(order_id=2)]).enqueue()",
+        ),
+        (
+            "group(send.s(n) for n in order).delay()",
+            "group(send.step(order_id=n) for n in order).enqueue()",
+        ),
+        (
+            "steps = [send.s(1)]\nchord(steps)(publish.si(7))",
+            "steps = [send.step(order_id=1)]\ngroup(steps).then(publish.step(album=7)).enqueue()",
+        ),
+        (
+            "chord(group(send.s(1)), publish.si(7)).delay()",
+            "group(group(send.step(order_id=1))).then(publish.step(album=7)).enqueue()",
+        ),
+        (
+            "flow = chain(add.s(1, 2), publish.s())\nflow.delay()",
+            "flow = chain(add.step(total=1, amount=2), publish.step())\nflow.enqueue()",
+        ),
+        ("x = send.s(7).set(queue='a')", "x = send.using(queue='a').step(order_id=7)"),
+    ],
+)
+def test_a_canvas_becomes(celery: str, here: str, called: Rewrite) -> None:
+    assert called(celery, CANVAS) == here
+
+
+@pytest.mark.parametrize(
+    ("celery", "why"),
+    [
+        ("chord([add.s(1, 2)])(publish.s())", "results of all members"),
+        ("chain(send.s(1), add.s()).delay()", "lacks total, amount"),
+        ("chain(add.s(1, 2), order.step).delay()", "not known"),
+        ("chain(*order).delay()", "first is not seen"),
+        ("chain(add.s(1, 2)).apply_async(countdown=5)", "with options"),
+        ("group(several.s(1)).delay()", "several is left"),
+        ("x = add.s(1)", "gives add its amount"),
+        ("x = send.s(7).set(countdown=5)", "not at a time"),
+    ],
+)
+def test_a_canvas_is_left_as_a_whole(
+    celery: str, why: str, called: Rewrite, project: Project
+) -> None:
+    # When
+    code = called(f"{celery}\ny = send.s(1)", CANVAS)
+    # Then
+    assert code == f"{celery}\ny = send.s(1)"
+    assert any(why in reason for reason in project.reasons)
+    assert any("what it is used with" in reason for reason in project.reasons)
+
+
+# --- Mocks ----------------------------------------------------------------------------------------
+
+MOCK = "from unittest import mock\nfrom unittest.mock import call, patch\n"
+
+
+@pytest.mark.parametrize(
+    ("celery", "here"),
+    [
+        (
+            'with patch("shop.tasks.send.delay") as m:\n    pass\nm.assert_called_once_with(7)',
+            'with patch("shop.tasks.send.enqueue") as m:\n    pass\n'
+            "m.assert_called_once_with(order_id=7)",
+        ),
+        (
+            'm = mocker.patch("shop.views.send.delay")\nm.assert_any_call(7, copy=True)',
+            'm = mocker.patch("shop.views.send.enqueue")\nm.assert_any_call(order_id=7, copy=True)',
+        ),
+        (
+            'm = mock.patch.object(send, "delay").start()\nassert m.mock_calls == [call(7)]',
+            'm = mock.patch.object(send, "enqueue").start()\n'
+            "assert m.mock_calls == [call(order_id=7)]",
+        ),
+        (
+            'monkeypatch.setattr(send, "delay", order)\nsend.delay.assert_called_with(7)',
+            'monkeypatch.setattr(send, "enqueue", order)\n'
+            "send.enqueue.assert_called_with(order_id=7)",
+        ),
+        (
+            'with patch("shop.views.send") as m:\n    pass\nm.delay.assert_called_with(7)\n'
+            "assert m.delay.call_count == 1",
+            'with patch("shop.views.send") as m:\n    pass\n'
+            "m.enqueue.assert_called_with(order_id=7)\n"
+            "assert m.enqueue.call_count == 1",
+        ),
+        (
+            'with patch("shop.tasks.add.apply_async") as m:\n    pass\n'
+            "m.assert_called_once_with(args=(1, 2), countdown=9)",
+            'with patch("shop.tasks.add.using") as m:\n    pass\n'
+            "m.assert_called_once_with(delay=9)\n"
+            "m.return_value.enqueue.assert_called_once_with(total=1, amount=2)",
+        ),
+        (
+            'with patch("shop.tasks.publish.apply_async") as m:\n    pass\n'
+            "m.assert_called_once_with((1,))",
+            'with patch("shop.tasks.publish.enqueue") as m:\n    pass\n'
+            "m.assert_called_once_with(album=1)",
+        ),
+        (
+            "with override_settings(CELERY_TASK_ALWAYS_EAGER=True):\n    pass",
+            "with immediate():\n    pass",
+        ),
+        ("export(7)", "perform(export, report_id=7)"),
+        ("assert send(7) == 7", "assert send(7) == 7"),
+    ],
+)
+def test_a_mock_becomes(celery: str, here: str, called: Rewrite, project: Project) -> None:
+    project.write(
+        "shop/views.py",
+        """
+        from shop.tasks import add, publish, send
+
+        send.delay(7)
+        add.apply_async((1, 2), countdown=9)
+        publish.apply_async((1,))
+        """,
+    )
+    assert called(celery, MOCK, "shop/test_views.py") == here
+
+
+def test_mocks_are_the_parameters_of_decorated_tests(project: Project) -> None:
+    # Given
+    path = project.write(
+        "shop/test_views.py",
+        """
+        from unittest.mock import patch
+
+        class Tests:
+            @patch("shop.tasks.add.delay")
+            @patch("os.getcwd", new=str)
+            @patch("shop.tasks.send.delay")
+            def test(self, send, add):
+                send.assert_called_once_with(7)
+                add.assert_called_once_with(1, 2)
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    code = path.read_text()
+    assert "send.assert_called_once_with(order_id=7)" in code
+    assert "add.assert_called_once_with(total=1, amount=2)" in code
+    assert '@patch("os.getcwd", new=str)' in code
+
+
+@pytest.mark.parametrize(
+    ("celery", "why"),
+    [
+        ('patch("shop.other.send.delay")', "was not found"),
+        ('patch("shop.tasks.several.delay")', "several is left"),
+        ('with patch("shop.tasks.send.delay") as m:\n    pass\nm.call_args[0][1]', "by place"),
+        ("x = override_settings(CELERY_TASK_ALWAYS_EAGER=True)", "are not run by the call"),
+        ("settings.CELERY_TASK_ALWAYS_EAGER = True", "are not run by the call"),
+    ],
+)
+def test_a_mock_is_left(celery: str, why: str, called: Rewrite, project: Project) -> None:
+    called(celery, MOCK, "shop/test_views.py")
+    found = [each for each in project.report.findings if each.file.endswith("test_views.py")]
+    assert [why in each.why for each in found] == [True]
+
+
+# --- Settings and modules -------------------------------------------------------------------------
+
+
+def test_settings_become_one(project: Project) -> None:
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        """
+        from celery.schedules import crontab
+
+        CELERY_BROKER_URL = "redis://"
+        CELERY_TASK_TIME_LIMIT = 600
+        CELERY_BEAT_SCHEDULE = {
+            "nightly": {
+                "task": "shop.tasks.publish",
+                "schedule": crontab(hour="3", minute=0, day_of_week="monday,fri"),
+                "args": (7,),
+                "options": {"queue": "night"},
+            },
+            "often": {"task": "shop.tasks.send", "schedule": 300.0, "kwargs": {"order_id": 1}},
+        }
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    given: dict[str, Any] = {}
+    exec(path.read_text(), given)
+    assert "crontab" not in path.read_text()
+    assert given["KJO"] == {
+        "QUEUES": {},
+        "MAX_ATTEMPTS": 1,
+        "TIMEOUT": 600,
+        "SCHEDULES": {
+            "nightly": {
+                "job": "shop.publish",
+                "cron": "0 3 * * mon,fri",
+                "timezone": "UTC",
+                "payload": {"album": 7},
+                "queue": "night",
+            },
+            "often": {"job": "shop.send", "every": 300, "payload": {"order_id": 1}},
+        },
+    }
+
+
+def test_a_schedule_that_cannot_be_moved_stays_with_all_of_them(project: Project) -> None:
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        'CELERY_BEAT_SCHEDULE = {"dusk": {"task": "shop.tasks.send", "schedule": solar()}}\n',
+    )
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text().startswith("CELERY_BEAT_SCHEDULE")
+    assert any("no number of seconds, timedelta or crontab" in each for each in project.reasons)
+
+
+def test_an_app_finds_its_jobs_where_django_looks(project: Project) -> None:
+    # When
+    project.migrate()
+    # Then
+    assert "from . import tasks" in (project.folder / "shop/jobs.py").read_text()
+
+
+def test_a_module_of_jobs_that_is_there_is_not_written_over(project: Project) -> None:
+    # Given
+    path = project.write("shop/jobs.py", "MINE = 1\n")
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text() == "MINE = 1\n"
+    assert any("which is there already" in each for each in project.reasons)
+
+
+def test_exceptions_and_the_logger_have_names_of_their_own(project: Project) -> None:
+    # Given
+    path = project.write(
+        "shop/tasks.py",
+        """
+        from celery import shared_task
+        from celery.exceptions import SoftTimeLimitExceeded
+        from celery.utils.log import get_task_logger
+
+        logger = get_task_logger(__name__)
+
+        @shared_task
+        def act():
+            try:
+                ...
+            except SoftTimeLimitExceeded:
+                logger.info("late")
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    code = path.read_text()
+    assert "celery" not in code
+    assert "except HandlerTimeout:" in code
+    assert "logger = logging.getLogger(__name__)" in code
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_project_without_celery_is_told_so(tmp_path: Path, capsys: Any) -> None:
+    # Given
+    (tmp_path / "views.py").write_text("def act(order):\n    order.delay(7)\n")
+    # When
+    call_command("kjo_migrate_celery", str(tmp_path))
+    # Then
+    assert capsys.readouterr().out == "No use of Celery in 1 files.\n"
+
+
+def test_nothing_is_written_unless_asked_for(project: Project, capsys: Any) -> None:
+    # Given
+    before = (project.folder / "shop/tasks.py").read_text()
+    # When
+    with pytest.raises(SystemExit) as exited:
+        call_command("kjo_migrate_celery", str(project.folder))
+    # Then
+    out = capsys.readouterr().out
+    assert exited.value.code == 1
+    assert "+@job\n def send(order_id, copy=False):" in out
+    assert "task several: it takes *ids, and a job's arguments have names. To do: " in out
+    assert "declarations: 4 changed, 1 left" in out
+    assert (project.folder / "shop/tasks.py").read_text() == before
+
+
+def test_a_script_reads_json(project: Project, capsys: Any) -> None:
+    # When
+    with pytest.raises(SystemExit):
+        call_command("kjo_migrate_celery", str(project.folder), json=True, write=True)
+    # Then
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["written"] is True
+    assert answer["counts"]["declarations"] == {"changed": 4, "left": 1}
+    (left,) = [each for each in answer["findings"] if each["is_left"]]
+    assert (left["line"], left["what"]) == (25, "task several")
+    assert answer["diff"].startswith("--- a/")
+
+
+def test_all_that_is_rewritten_exits_with_zero(project: Project, capsys: Any) -> None:
+    project.write("shop/tasks.py", TASKS.partition("@shared_task\ndef several")[0])
+    call_command("kjo_migrate_celery", str(project.folder), write=True)
+    assert "2 of 3 files written." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("broken", b"def act(:\n", "invalid syntax"),
+        ("null", b"x = 1\0\n", "null"),
+        ("latin", b"x = '\xe9'\n", "encoding"),
+        ("coding", b"# coding: nonsense\n", "nonsense"),
+        ("deep", b"x = " + b"(" * 5000 + b")" * 5000, ""),
+        ("nots", b"x = " + b"not " * 100_000 + b"1\n", ""),
+        ("dots", b"import celery\nx = a" + b".b" * 100_000 + b".delay()\n", ""),
+        ("long", b"#" * 2_000_001, "2,000,000 bytes"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(
+    name: str, data: bytes, why: str, project: Project
+) -> None:
+    # Given
+    (project.folder / f"{name}.py").write_bytes(data)
+    before = (project.folder / "shop/tasks.py").read_text()
+    # When
+    report = project.migrate()
+    # Then
+    ((path, found),) = report.unreadable.items()
+    assert path.endswith(f"{name}.py")
+    assert why in found
+    assert report.counts["declarations", "changed"] == 4, "the rest goes on"
+    assert not report.is_written
+    assert (project.folder / "shop/tasks.py").read_text() == before
+
+
+def test_the_code_is_parsed_and_never_run(project: Project) -> None:
+    # Given
+    project.write("shop/__init__.py", f"open({str(project.folder / 'ran')!r}, 'w')\n")
+    project.write("shop/tasks.py", "raise SystemExit\n" + TASKS)
+    # When
+    project.migrate()
+    # Then
+    assert not (project.folder / "ran").exists()
+    assert project.report.counts["declarations", "changed"] == 4
+
+
+def test_links_and_environments_are_left_out(project: Project, tmp_path_factory: Any) -> None:
+    # Given
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "tasks.py"
+    elsewhere.write_text(TASKS)
+    (project.folder / "linked.py").symlink_to(elsewhere)
+    project.write("env311/pyvenv.cfg", "")
+    project.write("env311/lib/tasks.py", TASKS)
+    # When
+    report = project.migrate()
+    # Then
+    assert report.file_count == 3
+    assert elsewhere.read_text() == TASKS
+
+
+def test_files_are_left_out_by_a_pattern(project: Project) -> None:
+    project.write("legacy/old.py", "print 'two'\n")
+    migration = Migration([project.folder], ["legacy/*"])
+    assert migration.report.unreadable == {}
+
+
+def test_a_file_keeps_its_encoding_and_its_line_ends(project: Project) -> None:
+    # Given
+    path = project.folder / "shop/tasks.py"
+    path.write_bytes(
+        "# coding: latin-1\r\nfrom celery import shared_task\r\n\r\n"
+        "@shared_task\r\ndef act():\r\n    return 'é'\r\n".encode("latin-1")
+    )
+    # When
+    project.migrate()
+    # Then
+    assert path.read_bytes() == (
+        "# coding: latin-1\r\nfrom kjo_django import job\r\n\r\n"
+        "@job\r\ndef act():\r\n    return 'é'\r\n"
+    ).encode("latin-1")
+
+
+def test_a_path_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no file or folder") as raised:
+        call_command("kjo_migrate_celery", str(tmp_path / "nowhere"))
+    assert raised.value.returncode == 2
+
+
+# --- What the rewritten declarations do -----------------------------------------------------------
+
+
+@pytest.mark.django_db
+def test_a_job_that_retries_by_itself_alone_is_tried_again_for_nothing_else() -> None:
+    """``retry_on=(Retry,)``, as tasks are given that called ``self.retry``."""
+    with forgetting(registry._handlers):
+        # Given
+        @job(max_attempts=3, retry_on=(Retry,))
+        def act(kind: str) -> None:
+            raise Retry(delay=0) if kind == "retry" else OSError("gone")
+
+        # When
+        act.enqueue(kind="retry")
+        act.enqueue(kind="error")
+        drained = drain(with_retries=True, raise_errors=False)
+        # Then
+        attempts = dict(Job.objects.values_list("error", "attempts"))
+    assert (drained.retried, drained.failed) == (2, 2)
+    assert sorted(attempts.values()) == [1, 3]
+
+
+def test_without_the_extra_the_command_says_which_one() -> None:
+    # When
+    program = (
+        "import django; django.setup(); from django.core.management import call_command;"
+        "call_command('kjo_migrate_celery', '.')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "KJO_TEST_WITHOUT": "migrate",
+        },
+    )
+    # Then
+    assert "pip install 'kjo-django[migrate]'" in done.stderr

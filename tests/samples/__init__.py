@@ -1,0 +1,1 @@
+"""Projects that tests copy and work on; none of their own tests is collected here."""
