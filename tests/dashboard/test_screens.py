@@ -662,6 +662,19 @@ def test_the_log_of_a_failed_attempt_is_for_those_who_may_see_payloads(operator)
     assert "charging" not in operator("view_dashboard", "view_job").get(address).content.decode()
 
 
+def test_a_dead_letter_shows_the_log_of_the_attempt_with_which_its_job_died(operator):
+    job, now = JobFactory(failed=True), timezone.now()
+    letter = DeadLetterFactory(job=job, attempts=2, failed_at=now)
+    JobFailureFactory(job=job, attempt=1, failed_at=now - timedelta(minutes=1), log="the first")
+    JobFailureFactory(job=job, attempt=2, failed_at=now, log="INFO shop: <b>the last</b>")
+    address = url("letter", letter.pk)
+    page = operator("view_dashboard", "view_deadletter", "view_payload").get(address)
+    assert "&lt;b&gt;the last&lt;/b&gt;" in page.content.decode()
+    assert "the first" not in page.content.decode()
+    page = operator("view_dashboard", "view_deadletter").get(address)
+    assert "the last" not in page.content.decode()
+
+
 def test_payloads_are_for_those_with_the_permission(operator, rows):
     Job.objects.filter(pk=rows["job"].pk).update(payload=b'{"word": "xyzzy"}')
     addresses = [url("job", rows["job"].pk), url("letter", rows["letter"].pk)]

@@ -27,7 +27,7 @@ from kjo_django.admin.display import (
 from kjo_django.exceptions import KjoError, MessageError, PausableError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, Serializer, serializer_for
-from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, JobFailure
 from kjo_django.operations import dead_letters, redaction
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.dead_letters import DeadLetterFilter, processed
@@ -174,10 +174,19 @@ def show_one(page: Page, letter: UUID) -> HttpResponse:
             "value": show_message(found) if may_see else None,
             "key": show_bytes(found.key) if may_see else None,
             "headers": show_headers(names.from_json(found.headers)) if may_see else None,
+            "log": _log_of(found) if may_see else "",
             "summary": f"{found.error_type}: {found.get_state_display()}",
         },
         title=_title(found),
     )
+
+
+def _log_of(letter: DeadLetter) -> str:
+    """Return the lines that were logged in the attempt with which a job has died."""
+    attempts = JobFailure.objects.using(jobs_database()).filter(
+        job=letter.job_id, attempt=letter.attempts, failed_at=letter.failed_at
+    )
+    return attempts.values_list("log", flat=True).first() or ""
 
 
 def _title(letter: DeadLetter) -> str:
