@@ -26,6 +26,9 @@ nitpicky = True
 html_theme = "furo"
 html_title = f"{project} {release}"
 templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "search_scorer.js")
 # What `all_versions.py` tells: the version of these pages, and all that are beside it.
 html_context = {
     "version_here": os.environ.get("DOCS_VERSION", ""),
@@ -41,7 +44,7 @@ html_sidebars = {
         "sidebar/scroll-end.html",
     ]
 }
-exclude_patterns = ["_templates"]
+exclude_patterns = ["_templates", "_static"]
 html_show_copyright = False
 html_copy_source = False
 

@@ -29,7 +29,8 @@ def project(tmp_path: Path) -> Path:
     if importlib.util.find_spec("sphinx") is None and not os.environ.get("CI"):
         pytest.skip("sphinx is not installed: pip install --group docs")
     folder = tmp_path / "project"
-    shutil.copytree(ROOT / "docs" / "_templates", folder / "docs" / "_templates")
+    for name in ("_templates", "_static"):
+        shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     for name in ("conf.py", "all_versions.py"):
         shutil.copy(ROOT / "docs" / name, folder / "docs" / name)
     git(folder, "init", "--quiet")

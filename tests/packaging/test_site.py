@@ -3,11 +3,6 @@ from elsewhere."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -15,7 +10,6 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("sphinx", "myst_parser", "furo")
 
 
 class Page(HTMLParser):
@@ -36,25 +30,6 @@ class Page(HTMLParser):
         elif tag == "link":
             self.loaded.add(given.get("href", ""))
         self.loaded.add(given.get("src", ""))
-
-
-@pytest.fixture(scope="module")
-def site(build_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    missing = [name for name in TOOLS if importlib.util.find_spec(name) is None]
-    if missing and not os.environ.get("CI"):
-        pytest.skip(f"{', '.join(missing)} is not installed: pip install --group docs")
-
-    def build(made: Path) -> None:
-        command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
-        trees = tmp_path_factory.mktemp("trees")
-        done = subprocess.run(
-            [sys.executable, *command, "-d", str(trees), str(ROOT / "docs"), str(made)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-
-    return build_once("site", build)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""The page on performance says what the raw results say."""
+"""The pages on performance and on sizing say what the raw results say."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,8 +15,10 @@ FOUND = page.results()
 TEXT = page.PAGE.read_text()
 
 
-def test_the_tables_are_those_of_the_raw_results():
-    assert page.rewritten(TEXT, FOUND) == TEXT, "run `python -m tests.benchmarks --plots`"
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_the_tables_are_those_of_the_raw_results(path: Path):
+    text = path.read_text()
+    assert page.rewritten(text, FOUND) == text, "run `python -m tests.benchmarks --plots`"
 
 
 def test_the_pictures_are_those_of_the_raw_results():
@@ -24,8 +27,8 @@ def test_the_pictures_are_those_of_the_raw_results():
     assert kept == drawn, "run `python -m tests.benchmarks --plots`"
 
 
-def test_the_page_shows_every_block_and_every_picture_once():
-    names = [name for _, name, _ in page.BLOCK.findall(TEXT)]
+def test_the_pages_show_every_block_and_every_picture_once():
+    names = [name for path in page.PAGES for _, name, _ in page.BLOCK.findall(path.read_text())]
     assert sorted(names) == sorted(page.BLOCKS)
     shown = re.findall(r"!\[[^\]]*\]\(performance/([^)]+)\)", TEXT)
     assert sorted(shown) == sorted(name for name, _ in plots.drawn(FOUND))

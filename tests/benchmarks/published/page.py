@@ -1,4 +1,4 @@
-"""docs/explanation/performance.md: what stands between its markers comes from the raw results.
+"""Pages of the docs with figures: what stands between their markers comes from the raw results.
 
 A block stands between ``<!-- from the results: NAME -->`` and ``<!-- end -->``; people write the
 rest. `tests/unit/test_benchmark_page.py` fails when a block is not what the results say.
@@ -19,6 +19,8 @@ from tests.benchmarks.report import number
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "explanation"
 PAGE = DOCS / "performance.md"
+SIZING = DOCS.parent / "how-to" / "sizing.md"
+PAGES = (PAGE, SIZING)
 FOLDER = DOCS / "performance"
 BLOCK = re.compile(r"(<!-- from the results: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -56,9 +58,9 @@ def rewritten(text: str, found: Results) -> str:
 
 
 def write() -> list[Path]:
-    """Write the blocks and the pictures anew; return what has changed."""
+    """Write the blocks of the pages and the pictures anew; return what has changed."""
     found = results()
-    wanted = {PAGE: rewritten(PAGE.read_text(), found)}
+    wanted = {page: rewritten(page.read_text(), found) for page in PAGES}
     wanted |= {FOLDER / name: text for name, text in plots.drawn(found)}
     changed = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     for path in changed:
@@ -188,6 +190,34 @@ def peers(found: Results) -> Iterator[str]:
             )
         )
     head = ("Queue", "what a job leaves", "set up", "jobs/s", "spread %", "ours is × faster")
+    return table(head, rows)
+
+
+HANDLERS = {
+    "drain.no_op": "does nothing",
+    "drain.insert": "inserts one row by the ORM",
+    "drain.batch": "takes 500 jobs in one call (`batch=500`) and inserts their rows at once",
+    "drain.sleep": "waits for 5 ms in a transaction; four lanes",
+    "drain.async": "waits for 100 ms as a coroutine with `atomic=False`",
+}
+"""Cases that say what one process does with a kind of handler, and what the handler does."""
+
+
+@_block
+def one_process(found: Results) -> Iterator[str]:
+    """Yield how many jobs one process runs a second, by what its handler does."""
+    rows = []
+    for name, does in HANDLERS.items():
+        real = found["real"]["results"]["real"][name]["ours"]
+        embedded = found["embedded"]["results"]["embedded"][name]["ours"]
+        rates = (number(run["jobs_per_second"], 0) for run in (real, embedded))
+        rows.append((does, *rates, number(real["cpu_us_per_job"], 0)))
+    head = (
+        "The handler",
+        "jobs/s with PostgreSQL, Kafka and Redis",
+        "jobs/s on SQLite",
+        "CPU µs/job",
+    )
     return table(head, rows)
 
 
