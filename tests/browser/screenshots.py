@@ -190,6 +190,8 @@ def photograph(  # type: ignore[no-untyped-def]
         "overview": "",
         "queues": "queues/",
         "queue": "queues/emails/",
+        "handlers": "handlers/",
+        "handler": "handlers/shop.send_confirmation/",
         "jobs": "jobs/?q=queue:emails",
         "job": f"jobs/{job.pk}/",
         "jobs-plain": "../job/",
