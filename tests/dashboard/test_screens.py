@@ -60,6 +60,7 @@ def pages(rows):
     return [
         *(url(name) for name in PAGES),
         url("queue", "emails"),
+        url("queue", "emails") + "?range=7d",
         url("handler", "ledger.write"),
         url("job", rows["job"].pk),
         url("letter", rows["letter"].pk),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from django.utils import timezone
 
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
 from kjo_django.operations import search
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.status import overview, state_counts
-from kjo_django.runtime import get_transport
+from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.store import counting
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
@@ -251,3 +254,23 @@ def test_a_worker_tells_its_release_and_what_it_was_asked():
     (found,) = status.workers()
     assert (found["id"], found["state"]) == (str(worker.pk), "quiet")
     assert (found["asked_to"], found["release"]) == ("quiet", "2026.11")
+
+
+def test_the_page_for_operators_asks_for_workers_running_jobs_and_handlers():
+    # Given
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "operators.md"
+    _before, _heading, text = page.read_text().partition("## Ask from code\n\n```python\n")
+    snippet = text.partition("```")[0]
+    WorkerFactory(concurrency=4)
+    WorkerFactory(concurrency=8, heartbeat_at=timezone.now() - timedelta(days=1))
+    running, _waiting = JobFactory(queue="emails", queued=True), JobFactory(queue="emails")
+    names = [lease_name(get_settings().queue("emails"), running.message_id), alive_name("worker")]
+    get_coordination().claim(names, "worker", timedelta(minutes=1))
+    # When
+    found: dict = {}
+    exec(snippet, found)
+    # Then
+    assert found["lanes"] == 4
+    assert [job.pk for job in found["runs_now"]] == [running.pk]
+    assert found["queue_of"]["ledger.write"] == "ledger"
+    assert found["figures"]["living_workers"] == 1

@@ -18,12 +18,10 @@ from kjo_django.admin.dashboard.charts import sparkline
 from kjo_django.admin.dashboard.figures import Tile, capped, duration, number
 from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
 from kjo_django.conf import get_settings
-from kjo_django.models import QueueControl
-from kjo_django.operations import queues, search
+from kjo_django.operations import search
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.monitoring import metrics, status
 from kjo_django.operations.monitoring.health import shares_by_partition
-from kjo_django.runtime import jobs_database
 
 NAME = "queues"
 MOST_COUNTED = 20_000
@@ -94,7 +92,7 @@ def show_one(page: Page, queue: str) -> HttpResponse:
     form = None
     if page.allows(action):
         fields = form_of(action, many=False)
-        form = fields(page.request.POST or None, initial=_limits(queue))
+        form = fields(page.request.POST or None, initial=row["asked"])
     if page.request.method == "POST":
         if form is None:
             raise PermissionDenied
@@ -164,11 +162,6 @@ def _tiles(page: Page, row: dict[str, Any]) -> dict[str, list[Tile]]:
             Tile(_("Run p95"), duration(figures and figures.run_p95), "", _("last hour")),
         ],
     }
-
-
-def _limits(queue: str) -> dict[str, Any]:
-    rows = QueueControl.objects.using(jobs_database()).filter(queue=queue)
-    return rows.values(*queues.LIMITS).first() or {}
 
 
 SCREENS = (
