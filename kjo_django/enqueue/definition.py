@@ -316,16 +316,23 @@ class JobDefinition(Generic[P, R_co]):
         :param payloads: the arguments of each job by name.
         :param ids: a unique id for each payload; each handle's ``is_new`` says whether its job was
             stored.
+        :raises ValueError: there is not one id for each payload. Nothing is written.
         :raises TypeError: the function does not take the arguments of one of them.
         :raises PayloadError: one cannot be serialized or is too large. A note on the exception says
             which. Nothing is written.
         :raises ValueError: there are more payloads than ids, or fewer.
         """
-        wanted = (
-            zip(payloads, repeat(self.options.id))
-            if ids is None
-            else zip(payloads, ids, strict=True)
-        )
+        wanted: Iterable[tuple[Mapping[str, Any], str | None]]
+        if ids is None:
+            wanted = zip(payloads, repeat(self.options.id))
+        else:
+            payloads, ids = list(payloads), list(ids)
+            if len(payloads) != len(ids):
+                raise ValueError(
+                    f"enqueue_many() needs an id for each payload: there are {len(payloads)} "
+                    f"payloads and {len(ids)} ids"
+                )
+            wanted = zip(payloads, ids, strict=True)
         runtime = runtime_of(self.options.queue or self.handler.options.queue)
         rule = self._unique if ids is None else unique.rule_for_ids(self.options)
         unique_ids: list[str | None] = []

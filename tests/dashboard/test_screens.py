@@ -411,7 +411,7 @@ def test_the_first_screen_says_that_dead_letters_wait_or_that_a_check_warns(ever
         ("workflows", "?q=x", "No workflow fits", "Show all workflows"),
         ("schedules", "", "There is no schedule yet", "or add one here"),
         ("schedules", "?q=x", "No schedule fits", "Show all schedules"),
-        ("consumers", "", "No worker has registered", "kjo_consume"),
+        ("consumers", "", "No worker runs", "kjo_consume"),
         ("events", "", "No event has taken effect yet", "takes effect once"),
         ("events", "?id=x", "No event of this id", "Show the newest"),
     ],

@@ -151,7 +151,7 @@ def _tiles(page: Page, row: dict[str, Any]) -> dict[str, list[Tile]]:
             Tile(
                 _("Lag"),
                 _("unknown") if row["lag"] is None else number(row["lag"]),
-                detail=_("messages not consumed"),
+                detail=_("messages not consumed, just now"),
                 is_unknown=row["lag"] is None,
             ),
             Tile(_("Wait p95"), duration(figures and figures.wait_p95), "", _("last hour")),

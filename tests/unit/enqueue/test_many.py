@@ -90,9 +90,11 @@ def test_many_may_be_none_or_a_generator():
     assert len(write.enqueue_many({"job": str(n)} for n in range(3))) == 3
 
 
-def test_ids_and_payloads_must_be_as_many():
-    with writing_nothing(), pytest.raises(ValueError, match="zip"):
-        write.enqueue_many([{"job": "a"}], ids=["1", "2"])
+@pytest.mark.parametrize("ids", [[], ["1"], ["1", "2", "3"]], ids=len)
+def test_there_is_one_id_for_each_payload(ids):
+    says = f"there are 2 payloads and {len(ids)} ids"
+    with writing_nothing(), pytest.raises(ValueError, match=says):
+        write.enqueue_many([{"job": "a"}, {"job": "b"}], ids=iter(ids))
 
 
 def test_one_bad_payload_among_many_stores_none():
