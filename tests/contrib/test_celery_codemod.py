@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -168,6 +169,19 @@ def test_a_declaration_becomes(celery: str, here: str, declared: Rewrite) -> Non
         ("@shared_task\ndef act(x, /): ...", "'/'"),
         ("@shared_task(bind=True)\ndef act(self): log(self)", "self as a value"),
         ("@shared_task(bind=True)\ndef act(self): self.retry(eta=1)", "eta"),
+        ("@shared_task(bind=True)\ndef act(self): x = self.retry() if y else 1", "whole statement"),
+        ("@shared_task(bind=True)\ndef act(self): log(self.retry())", "whole statement"),
+        ("@shared_task(bind=True)\ndef act(self): later(self.delay)", "uses self.delay"),
+        ("@shared_task(bind=True)\ndef act(self, x): self.delay(*x)", "uses self.delay"),
+        ("@shared_task(bind=True)\ndef act(self, x): self.delay(1, 2)", "uses self.delay"),
+        ("@shared_task(bind=True)\ndef act(self): self.s().delay()", "uses self.s"),
+        ("@shared_task(bind=True)\ndef act(self, x): self.apply_async(x)", "self.apply_async"),
+        (
+            "@shared_task(bind=True)\ndef act(self): self.apply_async(link=1)",
+            "uses self.apply_async",
+        ),
+        ("@shared_task(bind=True)\ndef act(self): self.max_retries = 9", "uses self.max_retries"),
+        ("@shared_task\ndef act(): raise celery.exceptions.Ignore()", "Celery's Ignore"),
     ],
 )
 def test_a_declaration_is_left(celery: str, why: str, declared: Rewrite, project: Project) -> None:
@@ -177,6 +191,37 @@ def test_a_declaration_is_left(celery: str, why: str, declared: Rewrite, project
     assert code == celery
     assert why in project.reasons[0]
     assert project.report.counts["declarations", "left"] == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["exceptions.MaxRetriesExceededError", "exceptions.Reject", "current_task"]
+)
+def test_a_task_that_uses_what_celery_alone_has_is_left(name: str, project: Project) -> None:
+    # Given
+    where, _, last = f"celery.{name}".rpartition(".")
+    code = f"from celery import shared_task\nfrom {where} import {last}\n\n"
+    path = project.write("shop/tasks.py", f"{code}@shared_task\ndef act():\n    log({last})\n")
+    before = path.read_text()
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text() == before
+    assert any(f"uses Celery's {last}" in each for each in project.reasons)
+
+
+def test_a_result_that_celery_did_not_keep_is_named(declared: Rewrite, project: Project) -> None:
+    declared("@shared_task(ignore_result=True)\ndef act(): return 7")
+    assert any("which is kept here" in each for each in project.reasons)
+
+
+def test_a_decorator_of_an_application_that_was_not_found_is_named(
+    declared: Rewrite, project: Project
+) -> None:
+    # When
+    declared("@elsewhere.task\ndef act(): ...")
+    # Then
+    assert project.report.counts["declarations", "left"] == 1
+    assert any("what elsewhere is was not found" in each for each in project.reasons)
 
 
 def test_a_bound_task_takes_a_context(declared: Rewrite) -> None:
@@ -280,7 +325,6 @@ def test_comments_of_options_stay(declared: Rewrite) -> None:
         ("send.delay_on_commit(7)", "send.enqueue(order_id=7)"),
         ("send.apply_async((7,), {'copy': True})", "send.enqueue(order_id=7, copy=True)"),
         ("send.apply_async(kwargs=dict(order_id=7))", "send.enqueue(order_id=7)"),
-        ("send.apply_async(kwargs=order)", "send.enqueue(**order)"),
         (
             "send.apply_async([7], countdown=60, queue='a', priority=9, retry=False)",
             "send.using(delay=60, queue='a', priority=9).enqueue(order_id=7)",
@@ -294,7 +338,10 @@ def test_comments_of_options_stay(declared: Rewrite) -> None:
             "send.using(expires_at=timezone.now() + timedelta(seconds=60 * 2)).enqueue(order_id=7)",
         ),
         ("x = send.delay(7).get(timeout=3)", "x = send.enqueue(order_id=7).wait(timeout=3)"),
-        ("r = send.delay(7)\nr.get()", "r = send.enqueue(order_id=7)\nr.wait()"),
+        (
+            "r = send.delay(7)\nr.get(timeout=3)",
+            "r = send.enqueue(order_id=7)\nr.wait(timeout=3)",
+        ),
         ("return send.delay(7).task_id", "return send.enqueue(order_id=7).id"),
         ("send.run(7)", "send(order_id=7)"),
         ("send(7)", "send(7)"),
@@ -326,17 +373,110 @@ def test_a_call_becomes(celery: str, here: str, called: Rewrite) -> None:
         ("current_app.send_task('shop.tasks.send', args=[7])", "shop/tasks.py:6"),
         ("app.control.revoke(order.task)", "control"),
         ("send.delay(7).revoke()", "no revoke"),
+        ("send.apply_async((7,), order)", "kwargs=order is no literal"),
+        ("send.apply_async(kwargs={'order_id': 1, **order})", "is no literal"),
+        ("send.apply_async(kwargs=dict(**order))", "is no literal"),
+        ("cb = send.apply_async", "no apply_async"),
+        ("cb = partial(send.apply_async, (7,))", "no apply_async"),
+        ("cb = send.delay", "passed on"),
+        ("cb = partial(send.delay, copy=True)", "whoever calls it gives order_id"),
+        ("cb = send.s", "no s as a task"),
+        ("map(send.s, order)", "no s as a task"),
+        ("sync_to_async(send.apply_async)", "no apply_async"),
+        ('getattr(send, "delay")(7)', "by text"),
+        ('setattr(send, "using", order)', "by text"),
+        ("log(send.request.id)", "no request"),
+        ("log(send.max_retries)", "no max_retries"),
+        ("send.retry()", "no retry()"),
+        ("task_failure.connect(log)", "signals are not sent"),
+        ("current_app.conf.update(timezone='UTC')", "are not read"),
+        ("current_app.conf.beat_schedule = {}", "are not read"),
+        ("current_app.conf.beat_schedule['x'] = {}", "are not read"),
     ],
 )
 def test_a_call_is_left(celery: str, why: str, called: Rewrite, project: Project) -> None:
     # When
-    code = called(celery, "from celery import current_app")
+    imports = "from functools import partial; from asgiref.sync import sync_to_async; "
+    imports += "from celery import current_app; from celery.signals import task_failure"
+    code = called(celery, imports)
     # Then
     found = [each for each in project.report.findings if each.file.endswith("views.py")]
     left = [each for each in found if each.is_left]
     assert why in left[0].why
     assert left[0].line == 5
     assert ".enqueue(" not in code or "revoke" in code
+
+
+@pytest.mark.parametrize(
+    ("celery", "why"),
+    [
+        ("r = send.delay(7)\nr.get()", "waits for ever"),
+        ("r = send.delay(7)\nr.get(timeout=None)", "waits for ever"),
+        ("r = send.delay(7)\nr.get(timeout=order)", "waits for ever"),
+        ("r = send.delay(7)\nlog(r.get)", "no get"),
+        ("r = send.delay(7)\nlog(r.status)", "no status"),
+        ("r = send.delay(7)\nlog(r.info, 1)", "no info"),
+        ("r = send.delay(7)\nlog(r.traceback)", "no traceback"),
+        ("r = send.delay(7)\nr.then(log)", "no then"),
+        ("r = send.delay(7)\nlog(str(r))", "text of a result"),
+        ("r = send.delay(7)\nlog(f'{r}')", "text of a result"),
+        ("order.result = send.delay(7)", "what is kept is a handle"),
+        ("return send.delay(7)", "what is returned is a handle"),
+    ],
+)
+def test_what_is_asked_of_a_result_is_named(
+    celery: str, why: str, called: Rewrite, project: Project
+) -> None:
+    # When
+    code = called(celery)
+    # Then
+    assert code == celery.replace("send.delay(7)", "send.enqueue(order_id=7)")
+    assert [why in each for each in project.reasons if "views" in each or why in each] == [True]
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "for send in order: pass",
+        "with order as send: pass",
+        "(send := order)",
+        "[send for send in order]",
+        "send, x = order",
+        "try: pass\nexcept OSError as send: pass",
+        "def send(): pass",
+    ],
+)
+def test_a_name_that_a_function_binds_is_no_task(
+    binding: str, called: Rewrite, project: Project
+) -> None:
+    assert called(f"{binding}\nsend.delay(7)").endswith("send.delay(7)")
+    assert any("was not found" in each for each in project.reasons)
+
+
+def test_a_name_that_a_function_imports_is_a_task(called: Rewrite) -> None:
+    code = "from shop.tasks import publish as p\np.delay(7)"
+    assert called(code) == code.replace("delay(7)", "enqueue(album=7)")
+
+
+def test_a_comment_that_a_rewrite_loses_is_named(called: Rewrite, project: Project) -> None:
+    # When
+    code = called("send.apply_async(\n    (7,),  # the first\n    countdown=5,\n)")
+    # Then
+    assert code == "send.using(delay=5).enqueue(order_id=7)"
+    assert any("# the first: it was" in each for each in project.reasons)
+
+
+def test_a_generator_expression_awaits_nothing(project: Project) -> None:
+    # Given
+    code = (
+        "from shop.tasks import send\n\n\nasync def act(ids):\n    f(send.delay(i) for i in ids)\n"
+    )
+    path = project.write("shop/views.py", code)
+    # When
+    project.migrate()
+    # Then
+    assert path.read_text() == code
+    assert any("generator expression" in each for each in project.reasons)
 
 
 def test_a_coroutine_awaits_the_enqueue(project: Project) -> None:
@@ -385,11 +525,67 @@ def test_a_coroutine_awaits_the_enqueue(project: Project) -> None:
             "transaction.on_commit(lambda: send.enqueue(order_id=7), using='other')",
         ),
         ("transaction.on_commit(lambda: print(7))", "transaction.on_commit(lambda: print(7))"),
+        (
+            "order.save()\ntransaction.on_commit(lambda: send.delay(str(order.pk)))\nreturn order",
+            "order.save()\nsend.enqueue(order_id=str(order.pk))\nreturn order",
+        ),
+        (
+            "transaction.on_commit(lambda: send.delay(order.pk))\nsend.delay(8)",
+            "send.enqueue(order_id=order.pk)\nsend.enqueue(order_id=8)",
+        ),
     ],
 )
 def test_an_enqueue_needs_no_on_commit(celery: str, here: str, called: Rewrite) -> None:
     imports = "from functools import partial\nfrom celery import chain\n"
     assert called(celery, imports + "from django.db import transaction") == here
+
+
+@pytest.mark.parametrize(
+    ("before", "argument", "after"),
+    [
+        ("", "order.pk", "order.save()"),
+        ("", "order.pk", "order.owner.save()"),
+        ("", "order", "order = 8"),
+        ("", "order", "order += 8"),
+        ("", "order.pk", "order.pk = 8"),
+        ("", "order[0]", "order[0] = 8"),
+        ("", "order", "for order in (): pass"),
+        ("", "order.name()", ""),
+        ("", "str(order.name())", ""),
+        ("for x in order: ", "x", ""),
+        ("order.pk = 1\nwhile order.pk: ", "order.pk", "order.refresh()"),
+    ],
+)
+def test_on_commit_stays_where_a_value_may_change_before_it(
+    before: str, argument: str, after: str, called: Rewrite, project: Project
+) -> None:
+    # When
+    code = called(
+        f"{before}transaction.on_commit(lambda: send.delay({argument}))\n{after}",
+        "from django.db import transaction",
+    )
+    # Then
+    assert f"transaction.on_commit(lambda: send.enqueue(order_id={argument}))" in code
+    assert any("at the commit" in each for each in project.reasons)
+
+
+def test_on_commit_stays_in_a_coroutine(project: Project) -> None:
+    # Given
+    path = project.write(
+        "shop/views.py",
+        """
+        from django.db import transaction
+        from shop.tasks import send
+
+        async def act():
+            transaction.on_commit(lambda: send.delay(7))
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    assert "transaction.on_commit(lambda: send.enqueue(order_id=7))" in path.read_text()
+    assert any("in a coroutine" in each for each in project.reasons)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +650,11 @@ CANVAS = "from celery import chain, chord, group"
             "chain(*[send.step(order_id=1), send.step(order_id=2)]).enqueue()",
         ),
         (
+            "chain(send.si(add.delay(1, 2).id), publish.si(4)).delay()",
+            "chain(send.step(order_id=add.enqueue(total=1, amount=2).id), "
+            "publish.step(album=4)).enqueue()",
+        ),
+        (
             "group(send.s(n) for n in order).delay()",
             "group(send.step(order_id=n) for n in order).enqueue()",
         ),
@@ -487,6 +688,10 @@ def test_a_canvas_becomes(celery: str, here: str, called: Rewrite) -> None:
         ("group(several.s(1)).delay()", "several is left"),
         ("x = add.s(1)", "gives add its amount"),
         ("x = send.s(7).set(countdown=5)", "not at a time"),
+        ("x = chain(send.s(7), publish.si(8))()", "result is used"),
+        ("group(send.s(7)).apply_async().get()", "result is used"),
+        ("group(send.s(7))().join()", "result is used"),
+        ("log(send.s(7).delay())", "result is used"),
     ],
 )
 def test_a_canvas_is_left_as_a_whole(
@@ -500,9 +705,20 @@ def test_a_canvas_is_left_as_a_whole(
     assert any("what it is used with" in reason for reason in project.reasons)
 
 
+def test_a_canvas_that_is_returned_is_named(called: Rewrite, project: Project) -> None:
+    # When
+    code = called("flow = chain(send.si(7), publish.si(8))\nreturn flow.delay()", CANVAS)
+    # Then
+    assert code.endswith("return flow.enqueue()")
+    assert any("what is returned is a handle" in each for each in project.reasons)
+
+
 # --- Mocks ----------------------------------------------------------------------------------------
 
-MOCK = "from unittest import mock\nfrom unittest.mock import call, patch\n"
+MOCK = """from unittest import mock
+from unittest import mock as mk
+from unittest.mock import call, patch
+"""
 
 
 @pytest.mark.parametrize(
@@ -601,6 +817,12 @@ def test_mocks_are_the_parameters_of_decorated_tests(project: Project) -> None:
         ('patch("shop.tasks.several.delay")', "several is left"),
         ('with patch("shop.tasks.send.delay") as m:\n    pass\nm.call_args[0][1]', "by place"),
         ("x = override_settings(CELERY_TASK_ALWAYS_EAGER=True)", "are not run by the call"),
+        ('with mk.patch("shop.tasks.send.delay") as m:\n    pass\nm.call_args[0][1]', "by place"),
+        ('with patch("shop.tasks.send.delay") as m:\n    m.call_args_list[0][0]', "by place"),
+        ('with patch("shop.tasks.send.delay") as m:\n    m.side_effect = lambda x: x', "by name"),
+        ('monkeypatch.setattr(send, "delay", lambda x: x)', "by name"),
+        ('patch.object(send, "delay", order)', "by name"),
+        ('setattr(send, "delay", order)', "by text"),
         ("settings.CELERY_TASK_ALWAYS_EAGER = True", "are not run by the call"),
     ],
 )
@@ -640,7 +862,7 @@ def test_settings_become_one(project: Project) -> None:
     exec(path.read_text(), given)
     assert "crontab" not in path.read_text()
     assert given["KJO"] == {
-        "QUEUES": {},
+        "QUEUES": {"night": {}},
         "MAX_ATTEMPTS": 1,
         "TIMEOUT": 600,
         "SCHEDULES": {
@@ -674,6 +896,37 @@ def test_an_app_finds_its_jobs_where_django_looks(project: Project) -> None:
     project.migrate()
     # Then
     assert "from . import tasks" in (project.folder / "shop/jobs.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "why"),
+    [
+        ("sale/tasks.py", [], "its folder is no package"),
+        ("sale/tasks.py", ["sale/__init__.py", "sale/settings.py"], "the project's settings"),
+        ("shop/class.py", [], "class is no name to import"),
+        ("shop/send-all.py", [], "send-all is no name to import"),
+    ],
+)
+def test_jobs_that_no_jobs_module_can_import_are_named(
+    name: str, files: list[str], why: str, project: Project
+) -> None:
+    # Given
+    (project.folder / "shop/tasks.py").unlink()
+    project.write(name, "from celery import shared_task\n\n@shared_task\ndef act(): ...\n")
+    for each in files:
+        project.write(each, "")
+    # When
+    project.migrate()
+    # Then
+    assert not list(project.folder.rglob("jobs.py"))
+    assert any(why in each for each in project.reasons)
+
+
+def test_no_settings_to_write_are_named_once(project: Project) -> None:
+    project.migrate()
+    assert [each for each in project.reasons if "5 attempts" in each] == [
+        "KJO: no settings of Celery were found to write KJO into, so each job has 5 attempts"
+    ]
 
 
 def test_a_module_of_jobs_that_is_there_is_not_written_over(project: Project) -> None:
@@ -755,9 +1008,18 @@ def test_a_script_reads_json(project: Project, capsys: Any) -> None:
 
 
 def test_all_that_is_rewritten_exits_with_zero(project: Project, capsys: Any) -> None:
+    # Given
     project.write("shop/tasks.py", TASKS.partition("@shared_task\ndef several")[0])
+    project.write("bazaar/settings.py", 'CELERY_BROKER_URL = "redis://"\n')
+    # When
+    with pytest.raises(SystemExit):
+        call_command("kjo_migrate_celery", str(project.folder), write=True)
+    project.write("bazaar/settings.py", 'KJO = {"MAX_ATTEMPTS": 1}\n')
     call_command("kjo_migrate_celery", str(project.folder), write=True)
-    assert "2 of 3 files written." in capsys.readouterr().out
+    # Then
+    out = capsys.readouterr().out
+    assert "3 of 4 files written." in out
+    assert "No use of Celery in 5 files." in out
 
 
 @pytest.mark.parametrize(
@@ -767,6 +1029,7 @@ def test_all_that_is_rewritten_exits_with_zero(project: Project, capsys: Any) ->
         ("null", b"x = 1\0\n", "null"),
         ("latin", b"x = '\xe9'\n", "encoding"),
         ("coding", b"# coding: nonsense\n", "nonsense"),
+        ("idna", b"# coding: idna\nx = 1..2\nimport a..b\n", ""),
         ("deep", b"x = " + b"(" * 5000 + b")" * 5000, ""),
         ("nots", b"x = " + b"not " * 100_000 + b"1\n", ""),
         ("dots", b"import celery\nx = a" + b".b" * 100_000 + b".delay()\n", ""),
@@ -788,6 +1051,31 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(
     assert report.counts["declarations", "changed"] == 4, "the rest goes on"
     assert not report.is_written
     assert (project.folder / "shop/tasks.py").read_text() == before
+
+
+def test_a_file_whose_name_is_no_text_is_named(project: Project) -> None:
+    # Given
+    name = os.fsencode(project.folder) + b"/caf\xe9.py"
+    try:
+        Path(os.fsdecode(name)).write_text("x = 1\n")
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    # When
+    report = project.migrate()
+    # Then
+    assert [path.endswith("caf\\xe9.py") for path in report.unreadable] == [True]
+    assert json.dumps(report.as_dict()).encode()
+
+
+def test_a_link_that_is_named_is_what_it_leads_to(project: Project, tmp_path: Path) -> None:
+    # Given
+    link = tmp_path / "linked.py"
+    link.symlink_to(project.folder / "shop/tasks.py")
+    # When
+    migration = Migration([link])
+    migration.rewrite()
+    # Then
+    assert migration.report.counts["declarations", "changed"] == 4
 
 
 def test_the_code_is_parsed_and_never_run(project: Project) -> None:

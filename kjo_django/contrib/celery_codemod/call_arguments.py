@@ -131,14 +131,12 @@ def _of_kwargs(value: cst.BaseExpression | None) -> Iterator[cst.Arg]:
     if _is_dict_by_name(value):
         yield from (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in value.args)
         return
-    if isinstance(value, cst.Dict) and all(map(_is_named, value.elements)):
-        for element in value.elements:
-            if isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
-                yield keyword(str(element.key.evaluated_value), element.value)
-            else:
-                yield cst.Arg(element.value, star="**")
-        return
-    yield cst.Arg(value, star="**")
+    if not isinstance(value, cst.Dict) or not all(map(_is_named, value.elements)):
+        why = f"kwargs={code_of(value)} is no literal, so its names are not seen"
+        raise CannotRewriteError(why, "name the arguments in enqueue(…)")
+    for element in value.elements:
+        if isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
+            yield keyword(str(element.key.evaluated_value), element.value)
 
 
 def _is_dict_by_name(value: cst.BaseExpression) -> TypeGuard[cst.Call]:
@@ -146,13 +144,11 @@ def _is_dict_by_name(value: cst.BaseExpression) -> TypeGuard[cst.Call]:
     return (
         isinstance(value, cst.Call)
         and is_name(value.func, "dict")
-        and all(arg.keyword is not None or arg.star == "**" for arg in value.args)
+        and all(arg.keyword is not None for arg in value.args)
     )
 
 
 def _is_named(element: cst.BaseDictElement) -> bool:
-    if isinstance(element, cst.StarredDictElement):
-        return True
     key = element.key if isinstance(element, cst.DictElement) else None
     return isinstance(key, cst.SimpleString) and str(key.evaluated_value).isidentifier()
 
@@ -186,7 +182,7 @@ def _moment(value: cst.BaseExpression, name: str) -> cst.BaseExpression:
 
 def _expiry(value: cst.BaseExpression, file: FileEdits) -> cst.BaseExpression:
     """Return the moment of an expiry, which may be given in seconds."""
-    if not _is_number(value):
+    if not is_number(value):
         if "now(" not in code_of(value, 10_000):
             why = f"expires={code_of(value)} may be seconds or a moment"
             to_do = "give expires_at a moment: timezone.now() + timedelta(seconds=…)"
@@ -198,9 +194,10 @@ def _expiry(value: cst.BaseExpression, file: FileEdits) -> cst.BaseExpression:
     return cst.BinaryOperation(moment, cst.Add(), span)
 
 
-def _is_number(value: cst.BaseExpression) -> bool:
+def is_number(value: cst.BaseExpression) -> bool:
+    """Return whether an expression is a number, or computed from numbers alone."""
     if isinstance(value, cst.BinaryOperation):
-        return _is_number(value.left) and _is_number(value.right)
+        return is_number(value.left) and is_number(value.right)
     return isinstance(value, (cst.Integer, cst.Float))
 
 

@@ -41,6 +41,11 @@ CALLBACK_TO_DO = (
     "write the callback with takes_context=True and read context.workflow.results(), then "
     "group(…).then(callback.step(…)).enqueue()"
 )
+RESULT_TO_DO = (
+    "see what callers ask of it: a handle has id, status, result and wait(timeout=…); or read "
+    "results in a step that comes after"
+)
+RETURNED_WHY = "what is returned is a handle of kjo_django now, and no result of Celery"
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,8 @@ class _Part:
     """Signatures, chains, groups and chords in it."""
     edits: list[tuple[cst.CSTNode, Edit]] = field(default_factory=list)
     error: CannotRewriteError | None = None
+    is_returned: bool = False
+    """Whether it is enqueued, and what that answers is returned by the function around it."""
 
 
 class CanvasPlanner(Planner):
@@ -62,6 +69,9 @@ class CanvasPlanner(Planner):
         self._parts: dict[cst.CSTNode, list[_Part]] = defaultdict(list)
         self._names: dict[tuple[cst.CSTNode, str], Kind] = {}
         self._part: _Part | None = None
+        self._unused: set[cst.CSTNode] = set()
+        """Expressions whose value nothing reads."""
+        self._returned: set[cst.CSTNode] = set()
 
     def finish(self) -> None:
         """Make edits of what was planned; of all parts in a function, or of none."""
@@ -72,6 +82,9 @@ class CanvasPlanner(Planner):
                     for node, edit in part.edits:
                         self.file.change(node, edit)
                     self.file.counts["calls", "changed"] += part.size
+                    if part.is_returned:
+                        line, what = self.file.line(part.node), code_of(part.node)
+                        self.file.remark(line, what, RETURNED_WHY, RESULT_TO_DO)
                     continue
                 error = part.error or CannotRewriteError(
                     "what it is used with is left as it is", "rewrite the function as a whole"
@@ -95,8 +108,20 @@ class CanvasPlanner(Planner):
             self._names[self.scope.node, name] = kind
         return False
 
+    def visit_Expr(self, node: cst.Expr) -> None:
+        """Note an expression that is a whole statement."""
+        self._unused.add(node.value)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        """Note an expression that is returned."""
+        if node.value is not None:
+            self._returned.add(node.value)
+
     def visit_Call(self, node: cst.Call) -> bool | None:
         """Plan a call that enqueues a canvas, or that makes one."""
+        first = node.args[0].value if node.args else None
+        if self.origin_of(node.func)[-1:] == ("on_commit",) and isinstance(first, cst.Lambda):
+            self._unused.add(first.body)
         if any(arg.keyword is not None and arg.keyword.value in LINKS for arg in node.args):
             return False  # what is linked is left with the call
         started = self._started(node)
@@ -118,11 +143,12 @@ class CanvasPlanner(Planner):
         self._parts[self.scope.node].append(part)
         kind: Kind | None = None
         found = m.findall(node, m.Call() | m.BinaryOperation(operator=m.BitOr()))
-        self.file.done.update(found)
+        self.file.done.update(filter(self._is_of_canvas, found))
         part.size = sum(map(self._counts, found)) or 1
         part.size += any(isinstance(each, cst.BinaryOperation) for each in found)
         try:
             if isinstance(node, cst.Call) and self._started(node) is not None:
+                part.is_returned = node in self._returned
                 self._plan_start(node)
             else:
                 kind = self._analysed(node, "nothing")
@@ -140,6 +166,12 @@ class CanvasPlanner(Planner):
         return isinstance(node, cst.Call) and (
             self._signature_of(node) is not None or self._canvas_name(node) != ""
         )
+
+    def _is_of_canvas(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is one that this planner sees to; others may be in arguments."""
+        if not isinstance(node, cst.Call):
+            return True
+        return self._is_part(node) or self._started(node) is not None
 
     # --- What an expression is --------------------------------------------------------------------
 
@@ -200,6 +232,11 @@ class CanvasPlanner(Planner):
     def _plan_start(self, node: cst.Call) -> None:
         canvas = self._started(node)
         assert canvas is not None
+        if node not in self._unused | self._returned:
+            why = "its result is used, and enqueue() here returns no result of Celery"
+            raise CannotRewriteError(why, RESULT_TO_DO)
+        if self.generators and self.scope.is_async:
+            raise CannotRewriteError("it is awaited in a generator expression", "write a loop")
         signature = self._signature_of(canvas)
         if isinstance(canvas, cst.Call) and signature is not None:
             self._plan_start_of_signature(node, canvas, signature[0])

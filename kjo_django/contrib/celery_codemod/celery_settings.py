@@ -15,6 +15,7 @@ from kjo_django.contrib.celery_codemod.task_options import Plans
 SCHEDULES = frozenset({"CELERY_BEAT_SCHEDULE", "CELERYBEAT_SCHEDULE"})
 TIME_LIMITS = ("CELERY_TASK_TIME_LIMIT", "CELERY_TASK_SOFT_TIME_LIMIT", "CELERYD_TASK_TIME_LIMIT")
 GONE = {
+    "CELERY_TASK_DEFAULT_QUEUE": "give each job its queue: @job(queue=…)",
     "CELERY_TASK_ROUTES": "give each job its queue: @job(queue=…)",
     "CELERY_TASK_ALWAYS_EAGER": "run tests under immediate() of kjo_django.testing, or drain()",
 }
@@ -113,7 +114,8 @@ class SettingsPlanner(Planner):
         """Plan the setting itself at the end of the file."""
         if not self._is_place or not any(True for _ in self.file.plans.possible):
             return
-        self._new.queues = queues_of(self.file.plans, self.file.index)
+        found = set(queues_of(self.file.plans, self.file.index))
+        self._new.queues = sorted(found | set(self._scheduled_queues()))
         first = min(
             (node.lineno for node in self.file.module.file.tree.body if _is_setting(node)),
             default=1,
@@ -129,6 +131,14 @@ class SettingsPlanner(Planner):
         for node in self._moved:
             self.file.change(node, lambda updated: cst.RemoveFromParent())
         self.file.change(self._tree, lambda updated: _appended(updated, code), "settings")
+
+    def _scheduled_queues(self) -> Iterator[str]:
+        """Yield the names of queues that only schedules use, as literals."""
+        for _, options in self._new.schedules:
+            code = dict(options).get("queue", "")
+            value = ast.parse(code, mode="eval").body if code else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
 
     def _plan_schedules(self, node: cst.SimpleStatementLine, name: str) -> None:
         assign = node.body[0]

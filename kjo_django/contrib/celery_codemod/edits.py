@@ -7,7 +7,7 @@ node's place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class FileEdits:
     """Module, name and local name of what edits use; no name: the module itself."""
     kept_names: set[str] = field(default_factory=set)
     """Names of Celery that code which is left goes on to use."""
+    bound: dict[cst.CSTNode, frozenset[str]] = field(default_factory=dict)
+    """Names that are bound in functions, imports apart."""
     done: set[cst.CSTNode] = field(default_factory=set)
     """Nodes that a planner has dealt with, for those that come after it."""
 
@@ -66,8 +68,9 @@ class FileEdits:
             self.counts[kind, "changed"] += 1
 
     def leave(self, node: cst.CSTNode, kind: str, what: str, why: str, to_do: str) -> None:
-        """Report code that is left as it is, and count it as one of ``kind``."""
-        self.counts[kind, "left"] += 1
+        """Report code that is left as it is, and count it as one of ``kind``, if that is given."""
+        if kind:
+            self.counts[kind, "left"] += 1
         self.findings.append(
             Finding(self.module.file.shown_path, self.line(node), what, why, to_do, True)
         )
@@ -133,6 +136,8 @@ class Planner(cst.CSTVisitor):
         self.scopes = [Scope(tree)]
         self.bases: set[cst.CSTNode] = set()
         """Calls of which an attribute is asked or that are called: an await there has brackets."""
+        self.generators = 0
+        """Generator expressions around a node: an await there makes an asynchronous one."""
 
     @property
     def scope(self) -> Scope:
@@ -145,7 +150,9 @@ class Planner(cst.CSTVisitor):
             part.visit(self)
         task = self.file.module.tasks.get(node.name.value) if len(self.scopes) == 1 else None
         bound = task if task is not None and task.is_bound else self.scope.bound_task
-        parameters = names_of(node.params)
+        if node not in self.file.bound:
+            self.file.bound[node] = frozenset(_bound_in(node.body))
+        parameters = names_of(node.params) | self.file.bound[node]
         if task is None and bound is not None and bound.self_name in parameters:
             bound = None
         self.scopes.append(Scope(node, parameters, node.asynchronous is not None, bound))
@@ -174,6 +181,14 @@ class Planner(cst.CSTVisitor):
     def leave_Lambda(self, original_node: cst.Lambda) -> None:
         """Leave a lambda."""
         self.scopes.pop()
+
+    def visit_GeneratorExp(self, node: cst.GeneratorExp) -> None:
+        """Enter a generator expression."""
+        self.generators += 1
+
+    def leave_GeneratorExp(self, original_node: cst.GeneratorExp) -> None:
+        """Leave a generator expression."""
+        self.generators -= 1
 
     def visit_Attribute(self, node: cst.Attribute) -> bool | None:
         """Note what is asked for an attribute."""
@@ -219,6 +234,28 @@ def names_of(parameters: cst.Parameters) -> frozenset[str]:
     plain = (*parameters.posonly_params, *parameters.params, *parameters.kwonly_params)
     rest = (parameters.star_arg, parameters.star_kwarg)
     return frozenset(each.name.value for each in (*plain, *rest) if isinstance(each, cst.Param))
+
+
+def _bound_in(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the names that a function binds itself, but for those that it imports."""
+    if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+        yield node.name.value
+    elif not isinstance(node, cst.Lambda):
+        target = node.name if isinstance(node, cst.AsName) else getattr(node, "target", None)
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            return
+        if isinstance(target, cst.CSTNode):
+            yield from _names_of_target(target)
+        for child in node.children:
+            yield from _bound_in(child)
+
+
+def _names_of_target(node: cst.CSTNode) -> Iterator[str]:
+    if isinstance(node, cst.Name):
+        yield node.value
+    elif isinstance(node, (cst.Tuple, cst.List)):
+        for element in node.elements:
+            yield from _names_of_target(element.value)
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:

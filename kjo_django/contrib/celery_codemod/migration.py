@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
+import keyword
+import os
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from kjo_django.contrib.celery_codemod import source_files
 from kjo_django.contrib.celery_codemod.canvas import CanvasPlanner
 from kjo_django.contrib.celery_codemod.celery_settings import SettingsPlanner, settings_module
-from kjo_django.contrib.celery_codemod.edits import FileEdits, Planner
+from kjo_django.contrib.celery_codemod.edits import FileEdits, Planner, code_of
 from kjo_django.contrib.celery_codemod.import_edits import (
     LEFT_TO_DO,
     NamePlanner,
@@ -30,6 +35,8 @@ from kjo_django.contrib.celery_codemod.task_options import Plans
 
 FOUND_BY_ITSELF = frozenset({"jobs", "consumers", "producers"})
 """Modules of apps that are imported when Django starts, so that their jobs are known."""
+PROJECT_FILES = ("asgi", "celery", "settings", "urls", "wsgi")
+"""Modules of a project's own package, which is no app if it has no models."""
 SIGNS = ("celery", "CELERY", ".delay", ".apply_async", ".retry(", ".run(", ".s(", ".si(")
 """Texts of which a file has one if there is anything in it to rewrite, but for direct calls of
 tasks that are bound."""
@@ -47,7 +54,8 @@ class Migration:
             try:
                 self._files.append(source_files.read(path, root))
             except UnreadableFileError as error:
-                self.report.unreadable[str(path)] = str(error)
+                name = os.fsencode(path).decode("utf-8", "backslashreplace")
+                self.report.unreadable[name] = str(error)
 
     def rewrite(self) -> None:
         """Rewrite what can be; nothing is written."""
@@ -58,9 +66,11 @@ class Migration:
         plans = Plans(index)
         place = settings_module(index)
         names = {task.name for task in index.tasks if task.is_bound}
+        asked = _asked_of(task.name for task in index.tasks)
         declaring: dict[Path, list[Module]] = defaultdict(list)
         for module in index.modules:
-            if not any(sign in module.file.text for sign in (*SIGNS, *names)):
+            text = module.file.text
+            if not any(sign in text for sign in (*SIGNS, *names)) and not asked.search(text):
                 continue
             file = self._rewritten(module, index, plans, is_place=module is place)
             has_jobs = file is not None and file.counts["declarations", "changed"] > 0
@@ -68,6 +78,8 @@ class Migration:
                 declaring[_app_folder(module)].append(module)
         for folder, modules in sorted(declaring.items()):
             self._import_jobs(folder, modules)
+        if place is None or str(place.file.shown_path) in self.report.unreadable:
+            self._ask_for_attempts(plans)
 
     def write(self) -> None:
         """Write the new files, if each one could be read and rewritten; none otherwise.
@@ -86,6 +98,8 @@ class Migration:
             file, code = _edited(module, index, plans, is_place=is_place)
             source_files.parsed(code)
             data = code.encode(module.file.encoding)
+            if data.decode(module.file.encoding) != code:
+                raise ValueError(f"{module.file.encoding} does not hold its new text")
         except (RecursionError, UnreadableFileError):
             self.report.unreadable[module.file.shown_path] = "it is nested too deeply"
             return None
@@ -101,11 +115,26 @@ class Migration:
             self._add_diff(module.file.shown_path, module.file.text, code)
         return file
 
+    def _ask_for_attempts(self, plans: Plans) -> None:
+        """Report that no setting limits the attempts of jobs that did not ask for retries."""
+        first = next(plans.possible, None)
+        if first is not None:
+            why = "no settings of Celery were found to write KJO into, so each job has 5 attempts"
+            to_do = "set KJO['MAX_ATTEMPTS'] to 1, as in Celery, and name its QUEUES"
+            self.report.findings.append(
+                Finding(first.module.file.shown_path, 1, "KJO", why, to_do, False)
+            )
+
     def _import_jobs(self, folder: Path, modules: Sequence[Module]) -> None:
         """Plan a ``jobs.py`` that imports the modules with an app's jobs, for Django to find."""
         path = folder / "jobs.py"
         shown = modules[0].file.shown_path
         lines = [_relative_import(folder, module) for module in modules]
+        why = _why_not_imported(folder, modules)
+        if why:
+            to_do = "import the module where Django starts, as in ready() of the app's AppConfig"
+            self.report.findings.append(Finding(shown, 1, "jobs", why, to_do))
+            return
         if path.exists():
             to_do = f"add to {path.name}: {'; '.join(lines)}"
             why = "jobs are found in jobs.py of each app, which is there already"
@@ -113,6 +142,7 @@ class Migration:
             return
         text = '"""Where kjo_django looks for the jobs of this app."""\n\n'
         text += "".join(f"{line}  # noqa: F401\n" for line in lines)
+        source_files.parsed(text)
         self._new[path] = text.encode()
         self._add_diff(source_files.shown(path), "", text)
 
@@ -149,17 +179,34 @@ def _edited(
     if file.is_test:
         tree.visit(MockPlanner(file, tree))
     tree.visit(CallPlanner(file, tree))
-    if uses_celery(module):
+    if uses_celery(module) or is_place:
         tree.visit(settings)
         settings.finish()
     edited = file.applied(tree)
     if edited is not tree or file.imports:
         edited = with_imports(edited, tree, file)
+        _report_comments(file, tree, edited)
     if left_import(edited):
         why = "it imports Celery, which is still used here"
         line = next(iter(_import_lines(module)), 1)
         file.remark(line, "import of celery", why, LEFT_TO_DO)
     return file, edited.code
+
+
+def _report_comments(file: FileEdits, before: cst.Module, after: cst.Module) -> None:
+    """Report comments that a rewrite has lost."""
+    kept = Counter(each.value for each in m.findall(after, m.Comment()) if _is_comment(each))
+    for each in m.findall(before, m.Comment()):
+        if not _is_comment(each) or "noqa" in each.value:
+            continue
+        kept[each.value] -= 1
+        if kept[each.value] < 0:
+            why = "it was within what was rewritten, and is gone"
+            file.remark(file.line(each), code_of(each), why, "write it again, if it still holds")
+
+
+def _is_comment(node: cst.CSTNode) -> TypeGuard[cst.Comment]:
+    return isinstance(node, cst.Comment)
 
 
 def _import_lines(module: Module) -> Iterator[int]:
@@ -183,6 +230,25 @@ def _app_folder(module: Module) -> Path:
             return candidate
     is_inner = module.parts[-2:-1] == ("tasks",) or module.file.is_package
     return folder.parent if is_inner else folder
+
+
+def _asked_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for text in which something may be asked of one of these tasks."""
+    return re.compile(rf"\b(?:{'|'.join(sorted(names))})(?:\.|\s+as\b)|\b[a-z]{{3}}attr\(")
+
+
+def _why_not_imported(folder: Path, modules: Sequence[Module]) -> str:
+    """Return why a ``jobs.py`` in a folder would import nothing, or empty."""
+    is_app = any((folder / name).exists() for name in ("apps.py", "models.py", "migrations"))
+    if not is_app and not (folder / "__init__.py").exists():
+        return "jobs are found in jobs.py of each app, and its folder is no package"
+    if not is_app and any((folder / f"{name}.py").exists() for name in PROJECT_FILES):
+        return "jobs are found in jobs.py of each app, and its folder holds the project's settings"
+    for module in modules:
+        for part in module.file.path.relative_to(folder).with_suffix("").parts:
+            if not part.isidentifier() or keyword.iskeyword(part):
+                return f"jobs are found in jobs.py of each app, and {part} is no name to import"
+    return ""
 
 
 def _relative_import(folder: Path, module: Module) -> str:

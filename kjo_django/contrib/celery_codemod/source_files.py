@@ -43,7 +43,7 @@ class SourceFile:
 def find(paths: Iterable[Path], exclude: Sequence[str] = ()) -> list[tuple[Path, Path]]:
     """Return the Python files in folders, each with the folder from which it is imported.
 
-    Symbolic links are not followed: what is behind them may be no part of the project.
+    Symbolic links in folders are not followed: what is behind them may be no part of the project.
 
     :param exclude: patterns such as ``legacy/*`` for paths within a folder.
     :raises ValueError: there is no such file or folder.
@@ -52,7 +52,8 @@ def find(paths: Iterable[Path], exclude: Sequence[str] = ()) -> list[tuple[Path,
     for path in paths:
         if not path.exists():
             raise ValueError(f"There is no file or folder {path}")
-        for file, root in [(path, path.parent)] if path.is_file() else _in_folder(path, exclude):
+        own = path.resolve()  # of a link that is named, what it leads to
+        for file, root in [(own, own.parent)] if own.is_file() else _in_folder(own, exclude):
             found.setdefault(file.resolve(), _import_root(root.resolve()))
     return sorted(found.items())
 
@@ -89,13 +90,17 @@ def read(path: Path, root: Path) -> SourceFile:
     :raises UnreadableFileError: it cannot be read, or is not Python that this interpreter parses.
     """
     try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UnreadableFileError("its name is not UTF-8") from None
+    try:
         if path.stat().st_size > LARGEST:
             raise UnreadableFileError(f"it has more than {LARGEST:,} bytes")
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)
         text = data.decode(encoding)
         tree = parsed(text)
-    except (OSError, UnicodeDecodeError, LookupError) as error:
+    except (OSError, UnicodeError, LookupError) as error:
         raise UnreadableFileError(str(error)) from None
     except SyntaxError as error:  # of the encoding's declaration, too
         where = f"line {error.lineno}: " if error.lineno else ""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
+import libcst.matchers as m
 
 from kjo_django.contrib.celery_codemod.call_arguments import (
     Call,
     awaited,
     enqueue_call,
+    is_number,
     listed,
+    missing,
     named,
     of_apply_async,
 )
+from kjo_django.contrib.celery_codemod.canvas import RESULT_TO_DO, RETURNED_WHY
 from kjo_django.contrib.celery_codemod.edits import (
     CannotRewriteError,
     FileEdits,
@@ -38,7 +42,7 @@ LEFT = {
     "AsyncResult": "JobHandle.of(id), with the id of a handle",
 }
 """Methods of tasks that have no equal."""
-RESULT_TO_DO = {
+ASKED_TO_DO = {
     "ready": "ask handle.status",
     "successful": "ask handle.status",
     "failed": "ask handle.status",
@@ -49,9 +53,19 @@ RESULT_TO_DO = {
     "collect": "read handle.wait() of each",
 }
 """What is asked of a result in Celery, and what to ask here."""
+OF_HANDLES = frozenset({"get", "id", "task_id"})
+"""Attributes of a result that the codemod rewrites, or that are the same here."""
+OF_FUNCTIONS = frozenset({"__doc__", "__module__", "__name__"})
+"""Attributes of a task that its job has, too."""
+PURE = frozenset({"bool", "dict", "float", "int", "len", "list", "repr", "str", "tuple"})
+"""Functions that may be called before a commit as well as after it."""
 REVOKE_TO_DO = (
     "operations.jobs.cancel_one(id, abort=True) for terminate=True; of a list: "
     "operations.jobs.cancel(Job.objects.filter(pk__in=ids))"
+)
+REFERENCE_TO_DO = (
+    "pass lambda …: job.enqueue(…), or job.step(…) within chain(…) and group(…); the page on "
+    "moving from Celery has the others"
 )
 SEND_TO_DO = {
     True: "import the job and call its enqueue(…)",
@@ -67,6 +81,7 @@ class CallPlanner(Planner):
         self._handles: set[tuple[cst.CSTNode, str]] = set()
         self._functions: set[cst.CSTNode] = set()
         """Attributes that are called, or dealt with."""
+        self._assigned: set[cst.CSTNode] = set()
 
     def visit_Call(self, node: cst.Call) -> bool | None:
         """Plan a call."""
@@ -77,6 +92,7 @@ class CallPlanner(Planner):
             return None
         if self._is_on_commit(node):
             return self._plan_on_commit(node)
+        self._plan_by_name(node)
         if self._plan_partial(node) or self._plan_threaded(node):
             return None
         if (called := self.task_of(node.func)) is not None:
@@ -102,9 +118,32 @@ class CallPlanner(Planner):
             self._plan_direct(node, task)
         elif method == "apply":
             self._plan_apply(node, task)
-        elif method in LEFT:
+        elif method in LEFT or self._is_of_job(node.func):
             why = f"jobs have no {method}()"
-            self.file.leave(node, "calls", code_of(node), why, LEFT[method])
+            to_do = LEFT.get(method, "see the page on moving from Celery")
+            self.file.leave(node, "calls", code_of(node), why, to_do)
+
+    def _plan_by_name(self, node: cst.Call) -> None:
+        """Report what is asked of a task or a result by a function."""
+        name = node.func.value if isinstance(node.func, cst.Name) else ""
+        first = node.args[0].value if node.args else None
+        if first is None:
+            return
+        if name in {"delattr", "getattr", "hasattr", "setattr"}:
+            if self.file.plans.is_possible(self.task_of(first)):
+                why = "it names an attribute of a task by text"
+                self.file.leave(node, "calls", code_of(node), why, "name what the job has")
+        elif name in {"repr", "str"} and self._is_handle(first):
+            self._report_text(node)
+
+    def _report_text(self, node: cst.CSTNode) -> None:
+        why = "the text of a result was its id, and that of a handle is another one"
+        self.file.leave(node, "calls", code_of(node), why, "write str(handle.id)")
+
+    def visit_FormattedStringExpression(self, node: cst.FormattedStringExpression) -> None:
+        """Report a result that is made text."""
+        if self._is_handle(node.expression):
+            self._report_text(node.expression)
 
     def _plan_enqueue(self, node: cst.Call, task: Task, method: str) -> None:
         if not self._check_task(node, task):
@@ -112,6 +151,10 @@ class CallPlanner(Planner):
         if not self._check(node, lambda: self._arguments(node.args, task, method)):
             return
         is_async, is_base = self.scope.is_async, node in self.bases
+        if is_async and self.generators:
+            why = "it would be awaited in a generator expression, which makes it another one"
+            self.file.leave(node, "calls", code_of(node), why, "write a loop with aenqueue(…)")
+            return
         own = self._own_name(node.func, task)
 
         def edit(updated: Any) -> cst.BaseExpression:
@@ -170,9 +213,15 @@ class CallPlanner(Planner):
         made = self._edited_function(function)
         if made is None:
             return False
+        why = ""
         if len(node.args) > 1 or (isinstance(function, cst.Lambda) and _has_parameters(function)):
             why = "an enqueue is part of the transaction, and takes effect at its commit"
-            to_do = "call enqueue itself, without on_commit"
+        elif self.scope.is_async:
+            why = "it is in a coroutine, where on_commit cannot be called"
+        elif isinstance(function, cst.Lambda):
+            why = self._later_value(node, function)
+        if why:
+            to_do = "call enqueue itself, without on_commit, where its arguments have their values"
             self.file.remark(self.file.line(node), code_of(node), why, to_do)
             return False
 
@@ -187,6 +236,53 @@ class CallPlanner(Planner):
 
         self.file.change(node, edit)
         return False
+
+    def _later_value(self, node: cst.Call, function: cst.Lambda) -> str:
+        """Return why a lambda may be given other values at the commit than now, or empty."""
+        for call in m.findall(function, m.Call()):
+            assert isinstance(call, cst.Call)
+            is_known = call in self.file.edits or call in self.file.done
+            if not is_known and dotted_name(call.func) not in {(name,) for name in PURE}:
+                return f"{code_of(call)} is called at the commit, and would be called before it"
+        names = {each.value for each in m.findall(function, m.Name()) if isinstance(each, cst.Name)}
+        names -= self.file.module.imports.keys() | self.file.module.tasks.keys()
+        start = self._start_of_change(node)
+        for each in m.findall(self.scope.node, m.Call() | m.Name() | m.Attribute() | m.Subscript()):
+            begins = self.file.positions[each].start
+            if (begins.line, begins.column) > start and (changed := self._changed(each)) in names:
+                is_inside = each is node or each in m.findall(node, m.Call() | m.Name())
+                if not is_inside:
+                    return f"{changed} may have changed at the commit"
+        return ""
+
+    def _start_of_change(self, node: cst.Call) -> tuple[int, int]:
+        """Return from which line and column on a change comes after a call: of the loop around."""
+        wanted = self.file.positions[node]
+        first = wanted.end
+        for loop in m.findall(self.scope.node, m.For() | m.While() | m.CompFor()):
+            around = self.file.positions[loop]
+            if around.start.line <= wanted.start.line and wanted.end.line <= around.end.line:
+                first = min(first, around.start, key=lambda each: (each.line, each.column))
+        return first.line, first.column - 1
+
+    def _changed(self, node: cst.CSTNode) -> str:
+        """Return the name that a node binds, or on which it calls a method or sets a part."""
+        if isinstance(node, cst.Name):
+            return node.value if node in self._targets() else ""
+        value = node.func if isinstance(node, cst.Call) else node
+        if not isinstance(node, cst.Call) and node not in self._targets():
+            return ""
+        while isinstance(value, (cst.Attribute, cst.Subscript)):
+            value = value.value
+            if isinstance(value, cst.Name):
+                return value.value
+        return ""
+
+    def _targets(self) -> set[cst.CSTNode]:
+        """Return what is assigned to, bound or deleted in the file."""
+        if not self._assigned:
+            self._assigned = set(_targets_in(self.scopes[0].node))
+        return self._assigned
 
     def _edited_function(self, function: cst.BaseExpression) -> cst.CSTNode | None:
         """Return the node that will be edited in a function of one call to a task."""
@@ -207,7 +303,7 @@ class CallPlanner(Planner):
         if found is None:
             return False
         self._functions.add(node.args[0].value)
-        if self._check_task(node, found) and self._check(node, lambda: named(node.args[1:], found)):
+        if self._check_task(node, found) and self._check(node, lambda: self._whole(node, found)):
 
             def edit(updated: Any) -> cst.Call:
                 first, *others = updated.args
@@ -219,6 +315,13 @@ class CallPlanner(Planner):
 
             self.file.change(node, edit, "calls")
         return True
+
+    @staticmethod
+    def _whole(node: cst.Call, task: Task) -> None:
+        """Raise if a partial lacks arguments, which callers may then give by place."""
+        if lacking := missing(task, named(node.args[1:], task)):
+            why = f"whoever calls it gives {', '.join(lacking)}, and enqueue takes it by name"
+            raise CannotRewriteError(why, f"pass lambda …: {task.name}.enqueue({listed(task)})")
 
     def _plan_threaded(self, node: cst.Call) -> bool:
         """Plan ``sync_to_async(task.delay)(…)``."""
@@ -282,8 +385,11 @@ class CallPlanner(Planner):
         method = func.attr.value
         base: Name = dotted_name(func.value)
         if method in {"delay", "apply_async"} and self._may_be_task(func.value):
-            why = f"what {code_of(func.value)} is was not found in the files that were read"
-            to_do = "give the path of its declaration, too; a job has enqueue(…)"
+            why = f"a task {code_of(func.value)} was not found in the files that were read"
+            to_do = (
+                "give the path of its declaration, too; if it has moved it is a job by now, and "
+                "has enqueue(…)"
+            )
             self.file.leave(node, "calls", code_of(node), why, to_do)
         elif method == "send_task" and uses_celery(self.file.module):
             self._report_sent(node)
@@ -294,8 +400,17 @@ class CallPlanner(Planner):
             why = "periodic tasks are declared"
             to_do = "@job(schedule=…), or KJO['SCHEDULES']"
             self.file.leave(node, "calls", code_of(node), why, to_do)
+        elif method == "update" and base[-1:] == ("conf",):
+            self._report_settings(node, base, code_of(node))
         elif method == "get" and self._is_handle(func.value):
             self._plan_get(node)
+
+    def _report_settings(self, node: cst.CSTNode, name: Name, what: str) -> None:
+        app = name[: name.index("conf")]
+        if uses_celery(self.file.module) or self.file.index.is_app(self.file.module, app):
+            why = "settings of Celery's application are not read"
+            to_do = "write those that jobs need into KJO: queues, SCHEDULES, TIMEOUT, time zones"
+            self.file.leave(node, "settings", what, why, to_do)
 
     def _may_be_task(self, value: cst.BaseExpression) -> bool:
         """Return whether a value may be a task: in a test it may be a mock, which others see to."""
@@ -316,9 +431,25 @@ class CallPlanner(Planner):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         """Remember names of what an enqueue answers."""
-        target = node.targets[0].target
-        if isinstance(target, cst.Name) and self._is_enqueue(node.value):
-            self._handles.add((self.scope.node, target.value))
+        for each in node.targets:
+            name = dotted_name(
+                each.target.value if isinstance(each.target, cst.Subscript) else each.target
+            )
+            if "conf" in name[1:]:
+                self._report_settings(node, name, code_of(each.target))
+        if not self._is_enqueue(node.value):
+            return
+        for each in node.targets:
+            if isinstance(each.target, cst.Name):
+                self._handles.add((self.scope.node, each.target.value))
+            else:
+                why = "what is kept is a handle of kjo_django now, and no result of Celery"
+                self.file.remark(self.file.line(node), code_of(node), why, RESULT_TO_DO)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        """Report that a result is returned."""
+        if node.value is not None and self._is_enqueue(node.value):
+            self.file.remark(self.file.line(node), code_of(node), RETURNED_WHY, RESULT_TO_DO)
 
     def _is_enqueue(self, node: cst.BaseExpression) -> bool:
         if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
@@ -328,11 +459,17 @@ class CallPlanner(Planner):
 
     def _is_handle(self, node: cst.BaseExpression) -> bool:
         if isinstance(node, cst.Name):
-            return (self.scope.node, node.value) in self._handles
+            return any((scope.node, node.value) in self._handles for scope in self.scopes)
         return self._is_enqueue(node)
 
     def _plan_get(self, node: cst.Call) -> None:
         names = {arg.keyword.value if arg.keyword is not None else "timeout" for arg in node.args}
+        is_finite = len(node.args) == 1 and is_number(node.args[0].value)
+        if names <= {"timeout"} and not is_finite:
+            why = "it waits for ever or as long as a value says; wait() has 30 s unless it is given"
+            to_do = "handle.wait(timeout=…) with a number of seconds"
+            self.file.leave(node, "calls", code_of(node), why, to_do)
+            return
         if not names <= {"timeout"} or self.scope.is_async:
             why = "a result is awaited with more than a timeout, or in a coroutine"
             to_do = "handle.wait(timeout=…), or await handle.await_(timeout=…)"
@@ -352,13 +489,30 @@ class CallPlanner(Planner):
         if self._is_handle(node.value):
             if name == "task_id":
                 self.file.change(node, lambda updated: updated.with_changes(attr=cst.Name("id")))
-            elif name in RESULT_TO_DO:
+            elif name not in OF_HANDLES or (name == "get" and node not in self._functions):
                 why = f"a handle has no {name} as Celery's result has"
-                self.file.leave(node, "calls", code_of(node), why, RESULT_TO_DO[name])
-        task = self._delayed(node)
-        if task is not None and node not in self._functions and node not in self.file.done:
+                to_do = ASKED_TO_DO.get(name, "ask handle.status, handle.result, handle.wait()")
+                self.file.leave(node, "calls", code_of(node), why, to_do)
+        if name == "connect" and self.origin_of(node.value)[:2] == ("celery", "signals"):
+            why = "Celery's signals are not sent for jobs"
+            to_do = "signals.job_completed, job_failed and job_retried of kjo_django, or middleware"
+            self.file.leave(node, "", code_of(node), why, to_do)
+        if node in self._functions or node in self.file.done or node in self.file.edits:
+            return None
+        if (task := self._delayed(node)) is not None:
             self._plan_reference(node, task)
+        elif name not in OF_FUNCTIONS and self._is_of_job(node):
+            why = f"a job has no {name} as a task has"
+            self.file.leave(node, "calls", code_of(node), why, REFERENCE_TO_DO)
         return None
+
+    def _is_of_job(self, node: cst.BaseExpression) -> bool:
+        """Return whether an attribute is one of a task that becomes a job, but not of ``self``."""
+        bound = self.scope.bound_task
+        if not isinstance(node, cst.Attribute):
+            return False
+        is_self = bound is not None and dotted_name(node.value) == (bound.self_name,)
+        return not is_self and self.file.plans.is_possible(self.task_of(node.value))
 
     def _plan_reference(self, node: cst.Attribute, task: Task) -> None:
         """Plan ``task.delay`` that is not called here."""
@@ -370,6 +524,22 @@ class CallPlanner(Planner):
         why = "it is passed on, and enqueue takes its arguments by name"
         to_do = f"pass lambda …: {task.name}.enqueue({listed(task)})"
         self.file.leave(node, "calls", code_of(node), why, to_do)
+
+
+def _targets_in(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield what is assigned to, bound or deleted in a tree."""
+    target = node.name if isinstance(node, cst.AsName) else getattr(node, "target", None)
+    if isinstance(target, cst.CSTNode):
+        yield from _parts_of_target(target)
+    for child in node.children:
+        yield from _targets_in(child)
+
+
+def _parts_of_target(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    yield node
+    if isinstance(node, (cst.Tuple, cst.List)):
+        for element in node.elements:
+            yield from _parts_of_target(element.value)
 
 
 def _has_parameters(function: cst.Lambda) -> bool:

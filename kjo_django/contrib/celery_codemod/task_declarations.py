@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from kjo_django.contrib.celery_codemod.edits import Planner, dotted_name, keyword
-from kjo_django.contrib.celery_codemod.project_index import Task
+from kjo_django.contrib.celery_codemod.project_index import Task, uses_celery
 from kjo_django.contrib.celery_codemod.task_options import CONTEXT, JobPlan
 
 CLASS_TO_DO = (
@@ -24,6 +24,7 @@ class DeclarationPlanner(Planner):
         task = self.file.module.tasks.get(node.name.value) if is_top else None
         decorator = next((each for each in node.decorators if self._declares(each)), None)
         if decorator is None:
+            self._report_unknown(node)
             return
         what = f"task {node.name.value}"
         if task is None or self.file.line(node) not in _lines(task):
@@ -42,6 +43,16 @@ class DeclarationPlanner(Planner):
         if task.is_bound:
             first = (*node.params.posonly_params, *node.params.params)[0]
             self.file.change(first.name, lambda updated: updated.with_changes(value=plan.context))
+
+    def _report_unknown(self, node: cst.FunctionDef) -> None:
+        """Report a decorator that may be one of an application of Celery."""
+        for decorator in node.decorators:
+            name = dotted_name(_expression(decorator.decorator))
+            if len(name) > 1 and name[-1] == "task" and uses_celery(self.file.module):
+                why = f"what {'.'.join(name[:-1])} is was not found in the files that were read"
+                to_do = "give the path of the application, too, or write @job"
+                what = f"task {node.name.value}"
+                self.file.leave(decorator, "declarations", what, why, to_do)
 
     def _declares(self, decorator: cst.Decorator) -> bool:
         called = decorator.decorator

@@ -26,6 +26,8 @@ from kjo_django.contrib.celery_codemod.project_index import TASK_CALLS, Task
 ASSERTIONS = frozenset(
     {"assert_called_with", "assert_called_once_with", "assert_any_call", "assert_awaited_with"}
 )
+NOTED = frozenset({"call_args", "call_args_list"})
+"""What a mock has noted of the arguments of its calls."""
 EAGER = frozenset(
     {"CELERY_TASK_ALWAYS_EAGER", "CELERY_TASK_EAGER_PROPAGATES", "CELERY_ALWAYS_EAGER"}
 )
@@ -93,6 +95,12 @@ class MockPlanner(Planner):
             why = "jobs are not run by the call that enqueues them"
             to_do = "use the fixture immediate_jobs of kjo_django.testing.pytest_plugin"
             self.file.leave(node, "mocks", code_of(node), why, to_do)
+        if (
+            isinstance(target, cst.Attribute)
+            and target.attr.value == "side_effect"
+            and self._mocked(target.value) is not None
+        ):
+            self._report_function(node, node.value)
         if isinstance(target, cst.Attribute) and target.attr.value in TASK_CALLS:
             task = self.task_of(target.value)
             if task is not None:
@@ -102,8 +110,9 @@ class MockPlanner(Planner):
     def _is_patch(self, func: cst.BaseExpression, *ends: str) -> bool:
         """Return whether a function is ``patch`` of unittest or pytest-mock, or one of its own."""
         code = code_of(func)
+        meant = ".".join(self.origin_of(func))
         roots = ("patch", "mock.patch", "mocker.patch", "unittest.mock.patch")
-        return any(code == root + end for root in roots for end in ends)
+        return any(root + end in (code, meant) for root in roots for end in ends)
 
     def _injects(self, node: cst.BaseExpression) -> bool:
         """Return whether a decorator gives its mock to the function."""
@@ -178,11 +187,22 @@ class MockPlanner(Planner):
                 to_do = "give the path of its declaration, too; patch enqueue, or using"
                 self.file.leave(node, "mocks", code_of(node), why, to_do)
             return
+        for arg in node.args[place + 1 :]:
+            self._report_function(node, arg.value)
         new = self._method(node, mock)
         if new == "":
             return
         value = f"{text.value[: len(text.value) - len(text.quote) - len(old)]}{new}{text.quote}"
         self.file.change(text, lambda updated: updated.with_changes(value=value), "mocks")
+
+    def _report_function(self, node: cst.CSTNode, value: cst.BaseExpression) -> None:
+        """Report a function that stands for a method of a task."""
+        if isinstance(value, cst.Lambda) or (
+            isinstance(value, cst.Name) and value.value[:1].islower()
+        ):
+            why = "it is called with arguments by name now, those of options by using(…)"
+            to_do = "let the function take what enqueue(…), or using(…), is given"
+            self.file.leave(node, "mocks", code_of(node), why, to_do)
 
     def _method(self, node: cst.CSTNode, mock: _Mock) -> str:
         """Return the method to mock instead, none where the whole task is, or nothing can be."""
@@ -295,7 +315,7 @@ class MockPlanner(Planner):
         self._plan_split(node)
         for each in m.findall(node, m.Attribute(attr=m.Name())) if not calls else ():
             assert isinstance(each, cst.Attribute)
-            is_read = each.attr.value == "call_args" and self._mocked(each.value) is not None
+            is_read = each.attr.value in NOTED and self._mocked(each.value) is not None
             if is_read and not self._reads_named(node, each):
                 self._leave_noted(each, "arguments are read by place, and are given by name now")
 
@@ -323,7 +343,8 @@ class MockPlanner(Planner):
 
     def _is_call_of_mock(self, node: cst.CSTNode) -> bool:
         assert isinstance(node, cst.Call)
-        return code_of(node.func) in {"call", "mock.call", "mocker.call", "unittest.mock.call"}
+        known = {"call", "mock.call", "mocker.call", "unittest.mock.call"}
+        return code_of(node.func) in known or ".".join(self.origin_of(node.func)) in known
 
     def _reads_named(self, statement: cst.CSTNode, attribute: cst.Attribute) -> bool:
         """Return whether arguments are read from the dict of those that were given by name."""

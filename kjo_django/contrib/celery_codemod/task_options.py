@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from kjo_django.contrib.celery_codemod.project_index import (
     Module,
@@ -66,8 +67,12 @@ CONTEXT_TO_DO = (
     "write it with takes_context=True; context has job_id, attempt, max_attempts, headers, "
     "progress(percent, text)"
 )
-CALLED = frozenset({"delay", "apply_async", "delay_on_commit", "s", "si", "retry"})
-"""Methods of ``self`` that the codemod rewrites where they are called."""
+CALLED = frozenset({"delay", "apply_async", "delay_on_commit"})
+"""Methods of ``self`` that the codemod rewrites where they are called with plain arguments."""
+PLAIN_OPTIONS = frozenset({"countdown", "headers", "priority", "queue", "task_id"})
+"""Options of ``self.apply_async`` whose rewrite depends on no value."""
+CELERYS_OWN = frozenset({"Ignore", "MaxRetriesExceededError", "Reject", "current_task"})
+"""Names of Celery whose meaning nothing here has."""
 RETRY_ARGUMENTS = frozenset({"exc", "countdown"})
 
 
@@ -179,7 +184,31 @@ def plan_of(task: Task) -> JobPlan:
     _read_jitter(task, plan)
     if task.is_bound:
         _read_self(task, plan)
+    _read_names(task, plan)
+    _read_returns(task, plan)
     return plan
+
+
+def _read_names(task: Task, plan: JobPlan) -> None:
+    """Find uses of what Celery alone has."""
+    for node in ast.walk(task.node):
+        origin = task.module.origin(dotted(node))
+        if origin[:1] == ("celery",) and origin[-1] in CELERYS_OWN:
+            why = f"the function uses Celery's {origin[-1]}"
+            to_do = "see the page on moving from Celery: PermanentError, Retry, the context"
+            plan.reasons.append(Reason(getattr(node, "lineno", 1), why, to_do))
+            return
+
+
+def _read_returns(task: Task, plan: JobPlan) -> None:
+    """Find results that Celery did not keep."""
+    if not _is(task.options.get("ignore_result"), True):
+        return
+    for node in ast.walk(task.node):
+        if isinstance(node, ast.Return) and not (node.value is None or _is(node.value, None)):
+            why = "ignore_result=True is given and the function returns a value, which is kept here"
+            plan.remarks.append(Reason(node.lineno, why, "return nothing, if nobody reads it"))
+            return
 
 
 def _number(value: ast.expr | None) -> int | float | None:
@@ -341,20 +370,65 @@ def _read_self(task: Task, plan: JobPlan) -> None:
     for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == (task.self_name, "retry"):
             _check_retry(node, plan)
-    known = {id(each) for node in nodes if _is_known(node, task) for each in ast.walk(node)}
+    called = {id(node.func) for node in nodes if _is_rewritten_call(node, task)}
+    raised = {id(each) for node in nodes for each in _retry_of_statement(node)}
+    known = {
+        id(each)
+        for node in nodes
+        if _is_known(node, task) or id(node) in called | raised
+        for each in ast.walk(node)
+    }
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == task.self_name]
     unknown = next((each for each in uses if id(each) not in known), None)
     if unknown is not None:
         why = f"the function uses {_used(task, unknown)}, which the context has not"
+        if _used(task, unknown) == f"{task.self_name}.retry":
+            why = "self.retry() is more than a whole statement, a raise or a return"
         plan.reasons.append(Reason(unknown.lineno, why, CONTEXT_TO_DO))
 
 
 def _is_known(node: ast.AST, task: Task) -> bool:
     """Return whether a node is an attribute of ``self`` that something here stands for."""
     name = dotted(node)
-    if name[:1] != (task.self_name,):
+    is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    return is_read and name[:1] == (task.self_name,) and name[1:] in CONTEXT
+
+
+def _retry_of_statement(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the function that a statement, a raise or a return of one call calls."""
+    value = node.exc if isinstance(node, ast.Raise) else None
+    if isinstance(node, (ast.Expr, ast.Return)):
+        value = node.value
+    if isinstance(value, ast.Call) and dotted(value.func)[1:] == ("retry",):
+        yield value.func
+
+
+def _is_rewritten_call(node: ast.AST, task: Task) -> TypeGuard[ast.Call]:
+    """Return whether a node is a call of a method of ``self`` that is surely rewritten."""
+    name = dotted(node.func) if isinstance(node, ast.Call) else ()
+    if not isinstance(node, ast.Call) or name[:1] != (task.self_name,) or len(name) != 2:
         return False
-    return name[1:] in CONTEXT or (len(name) == 2 and name[1] in CALLED)
+    if name[1] not in CALLED or any(isinstance(each, ast.Starred) for each in node.args):
+        return False
+    given = {each.arg for each in node.keywords}
+    if name[1] != "apply_async":
+        return _are_parameters(task, len(node.args), given)
+    options = {each.arg: each.value for each in node.keywords}
+    options.update(zip(("args", "kwargs"), node.args[:2], strict=False))
+    by_place = options.pop("args", ast.Tuple(elts=[]))
+    by_name = _items(options.pop("kwargs", ast.Dict(keys=[], values=[])))
+    if len(node.args) > 2 or not options.keys() <= PLAIN_OPTIONS or by_name is None:
+        return False
+    if not isinstance(by_place, (ast.Tuple, ast.List)) or "None" in by_name:
+        return False
+    has_star = any(isinstance(each, ast.Starred) for each in by_place.elts)
+    return not has_star and _are_parameters(task, len(by_place.elts), set(by_name))
+
+
+def _are_parameters(task: Task, count: int, names: Set[str | None]) -> bool:
+    """Return whether a task takes so many arguments by place, and these by name."""
+    known = [each.name for each in task.parameters]
+    return count <= len(known) and names <= set(known)
 
 
 def _used(task: Task, wanted: ast.Name) -> str:
