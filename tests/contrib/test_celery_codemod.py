@@ -420,7 +420,11 @@ def test_a_call_is_left(celery: str, why: str, called: Rewrite, project: Project
         ("r = send.delay(7)\nr.then(log)", "no then"),
         ("r = send.delay(7)\nlog(str(r))", "text of a result"),
         ("r = send.delay(7)\nlog(f'{r}')", "text of a result"),
-        ("order.result = send.delay(7)", "what is kept is a handle"),
+        ("order.result = send.delay(7)", "what is kept or passed on is a handle"),
+        ("x = [send.delay(7)]", "what is kept or passed on is a handle"),
+        ("log(send.delay(7))", "what is kept or passed on is a handle"),
+        ("r: object = send.delay(7)\nlog(r.status)", "no status"),
+        ("log((r := send.delay(7)) and r.status)", "no status"),
         ("return send.delay(7)", "what is returned is a handle"),
     ],
 )
@@ -450,6 +454,13 @@ def test_a_name_that_a_function_binds_is_no_task(
     binding: str, called: Rewrite, project: Project
 ) -> None:
     assert called(f"{binding}\nsend.delay(7)").endswith("send.delay(7)")
+    assert any("was not found" in each for each in project.reasons)
+
+
+def test_a_name_that_is_imported_from_two_places_is_no_task(
+    called: Rewrite, project: Project
+) -> None:
+    assert called("send.delay(7)", "from shop.mail import send") == "send.delay(7)"
     assert any("was not found" in each for each in project.reasons)
 
 

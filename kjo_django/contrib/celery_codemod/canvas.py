@@ -76,22 +76,28 @@ class CanvasPlanner(Planner):
     def finish(self) -> None:
         """Make edits of what was planned; of all parts in a function, or of none."""
         for parts in self._parts.values():
-            failed = [part for part in parts if part.error is not None]
+            has_failed = any(part.error is not None for part in parts)
             for part in parts:
-                if not failed:
-                    for node, edit in part.edits:
-                        self.file.change(node, edit)
-                    self.file.counts["calls", "changed"] += part.size
-                    if part.is_returned:
-                        line, what = self.file.line(part.node), code_of(part.node)
-                        self.file.remark(line, what, RETURNED_WHY, RESULT_TO_DO)
-                    continue
-                error = part.error or CannotRewriteError(
-                    "what it is used with is left as it is", "rewrite the function as a whole"
-                )
-                self.file.leave(part.node, "calls", code_of(part.node), error.why, error.to_do)
-                self.file.counts["calls", "left"] += part.size - 1
-                self.file.kept_names |= CANVAS
+                if has_failed:
+                    self._leave(part)
+                else:
+                    self._change(part)
+
+    def _change(self, part: _Part) -> None:
+        for node, edit in part.edits:
+            self.file.change(node, edit)
+        self.file.counts["calls", "changed"] += part.size
+        if part.is_returned:
+            line, what = self.file.line(part.node), code_of(part.node)
+            self.file.remark(line, what, RETURNED_WHY, RESULT_TO_DO)
+
+    def _leave(self, part: _Part) -> None:
+        error = part.error or CannotRewriteError(
+            "what it is used with is left as it is", "rewrite the function as a whole"
+        )
+        self.file.leave(part.node, "calls", code_of(part.node), error.why, error.to_do)
+        self.file.counts["calls", "left"] += part.size - 1
+        self.file.kept_names |= CANVAS
 
     # --- Where a part begins ----------------------------------------------------------------------
 

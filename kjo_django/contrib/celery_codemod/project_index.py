@@ -70,6 +70,8 @@ class Module:
     file: SourceFile
     imports: dict[str, Name] = field(default_factory=dict)
     """Absolute dotted names by the names they have here."""
+    doubtful: set[str] = field(default_factory=set)
+    """Names that are imported from two places."""
     stars: list[Name] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     """What is bound at the module's top, imports included."""
@@ -151,7 +153,7 @@ class ProjectIndex:
         return self._defined(module, name, 0)
 
     def _defined(self, module: Module, name: Name, depth: int) -> tuple[Module, Name] | None:
-        if not name or depth > DEEPEST:
+        if not name or depth > DEEPEST or name[0] in module.doubtful:
             return None
         if name[0] in module.imports:
             return self._looked_up(module.origin(name), depth + 1)
@@ -262,8 +264,7 @@ def _module_of(file: SourceFile) -> Module:
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                path = tuple(alias.name.split("."))
-                module.imports[alias.asname or path[0]] = path if alias.asname else path[:1]
+                _add_module(module, alias)
         elif isinstance(node, ast.ImportFrom):
             _add_import(module, node, package)
     for statement in top_level(file.tree.body):
@@ -281,7 +282,18 @@ def _add_import(module: Module, node: ast.ImportFrom, package: Name) -> None:
         if alias.name == "*":
             module.stars.append(base)
         else:
-            module.imports[alias.asname or alias.name] = (*base, alias.name)
+            _import(module, alias.asname or alias.name, (*base, alias.name))
+
+
+def _add_module(module: Module, alias: ast.alias) -> None:
+    path = tuple(alias.name.split("."))
+    _import(module, alias.asname or path[0], path if alias.asname else path[:1])
+
+
+def _import(module: Module, local: str, path: Name) -> None:
+    if module.imports.setdefault(local, path) != path:
+        module.doubtful.add(local)
+        module.imports[local] = path
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:

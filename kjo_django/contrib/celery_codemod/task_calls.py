@@ -43,6 +43,7 @@ LEFT = {
 }
 """Methods of tasks that have no equal."""
 ASKED_TO_DO = {
+    "status": "handle.status is a JobStatus, whose values are other ones",
     "ready": "ask handle.status",
     "successful": "ask handle.status",
     "failed": "ask handle.status",
@@ -57,6 +58,7 @@ OF_HANDLES = frozenset({"get", "id", "task_id"})
 """Attributes of a result that the codemod rewrites, or that are the same here."""
 OF_FUNCTIONS = frozenset({"__doc__", "__module__", "__name__"})
 """Attributes of a task that its job has, too."""
+USED_WHY = "what is kept or passed on is a handle of kjo_django now, and no result of Celery"
 PURE = frozenset({"bool", "dict", "float", "int", "len", "list", "repr", "str", "tuple"})
 """Functions that may be called before a commit as well as after it."""
 REVOKE_TO_DO = (
@@ -82,6 +84,8 @@ class CallPlanner(Planner):
         self._functions: set[cst.CSTNode] = set()
         """Attributes that are called, or dealt with."""
         self._assigned: set[cst.CSTNode] = set()
+        self._placed: set[cst.CSTNode] = set()
+        """Expressions whose value is read by nothing, or by what this planner sees."""
 
     def visit_Call(self, node: cst.Call) -> bool | None:
         """Plan a call."""
@@ -156,6 +160,8 @@ class CallPlanner(Planner):
             self.file.leave(node, "calls", code_of(node), why, "write a loop with aenqueue(…)")
             return
         own = self._own_name(node.func, task)
+        if node not in self._placed | self.bases:
+            self.file.remark(self.file.line(node), code_of(node), USED_WHY, RESULT_TO_DO)
 
         def edit(updated: Any) -> cst.BaseExpression:
             call = self._arguments(updated.args, task, method)
@@ -208,6 +214,8 @@ class CallPlanner(Planner):
     def _plan_on_commit(self, node: cst.Call) -> bool:
         """Plan ``on_commit(lambda: task.delay(…))`` as the enqueue, which the transaction holds."""
         function = node.args[0].value
+        if isinstance(function, cst.Lambda):
+            self._placed.add(function.body)
         for part in (node.func, *(arg.value for arg in node.args)):
             part.visit(self)
         made = self._edited_function(function)
@@ -437,17 +445,35 @@ class CallPlanner(Planner):
             )
             if "conf" in name[1:]:
                 self._report_settings(node, name, code_of(each.target))
-        if not self._is_enqueue(node.value):
+            self._keep(each.target, node.value)
+
+    def visit_Expr(self, node: cst.Expr) -> None:
+        """Note an expression that is a whole statement."""
+        self._placed.add(node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        """Remember a name of what an enqueue answers."""
+        if node.value is not None:
+            self._keep(node.target, node.value)
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
+        """Remember a name of what an enqueue answers."""
+        self._keep(node.target, node.value)
+
+    def _keep(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        """Remember a name of what an enqueue answers; report one that is kept elsewhere."""
+        if not self._is_enqueue(value):
             return
-        for each in node.targets:
-            if isinstance(each.target, cst.Name):
-                self._handles.add((self.scope.node, each.target.value))
-            else:
-                why = "what is kept is a handle of kjo_django now, and no result of Celery"
-                self.file.remark(self.file.line(node), code_of(node), why, RESULT_TO_DO)
+        self._placed.add(value)
+        if isinstance(target, cst.Name):
+            self._handles.add((self.scope.node, target.value))
+        else:
+            self.file.remark(self.file.line(value), code_of(value), USED_WHY, RESULT_TO_DO)
 
     def visit_Return(self, node: cst.Return) -> None:
         """Report that a result is returned."""
+        if node.value is not None:
+            self._placed.add(node.value)
         if node.value is not None and self._is_enqueue(node.value):
             self.file.remark(self.file.line(node), code_of(node), RETURNED_WHY, RESULT_TO_DO)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -370,14 +370,7 @@ def _read_self(task: Task, plan: JobPlan) -> None:
     for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == (task.self_name, "retry"):
             _check_retry(node, plan)
-    called = {id(node.func) for node in nodes if _is_rewritten_call(node, task)}
-    raised = {id(each) for node in nodes for each in _retry_of_statement(node)}
-    known = {
-        id(each)
-        for node in nodes
-        if _is_known(node, task) or id(node) in called | raised
-        for each in ast.walk(node)
-    }
+    known = {id(each) for node in _known_nodes(nodes, task) for each in ast.walk(node)}
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == task.self_name]
     unknown = next((each for each in uses if id(each) not in known), None)
     if unknown is not None:
@@ -385,6 +378,16 @@ def _read_self(task: Task, plan: JobPlan) -> None:
         if _used(task, unknown) == f"{task.self_name}.retry":
             why = "self.retry() is more than a whole statement, a raise or a return"
         plan.reasons.append(Reason(unknown.lineno, why, CONTEXT_TO_DO))
+
+
+def _known_nodes(nodes: Sequence[ast.AST], task: Task) -> Iterator[ast.AST]:
+    """Yield the uses of ``self`` that are surely rewritten."""
+    for node in nodes:
+        if _is_known(node, task):
+            yield node
+        elif _is_rewritten_call(node, task):
+            yield node.func
+        yield from _retry_of_statement(node)
 
 
 def _is_known(node: ast.AST, task: Task) -> bool:
