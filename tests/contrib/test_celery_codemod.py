@@ -834,6 +834,12 @@ def test_mocks_are_the_parameters_of_decorated_tests(project: Project) -> None:
         ('monkeypatch.setattr(send, "delay", lambda x: x)', "by name"),
         ('patch.object(send, "delay", order)', "by name"),
         ('setattr(send, "delay", order)', "by text"),
+        ('mocker.spy(send, "delay")', "spies on"),
+        ('with patch("shop.tasks.send.delay") as m:\n    m.mock_calls[0].args', "by place"),
+        (
+            'with patch("shop.tasks.send.delay") as m:\n    for x in m.call_args_list: pass',
+            "by place",
+        ),
         ("settings.CELERY_TASK_ALWAYS_EAGER = True", "are not run by the call"),
     ],
 )

@@ -154,6 +154,7 @@ class MockPlanner(Planner):
     def visit_Call(self, node: cst.Call) -> None:
         """Plan the target of a patch, and an assertion."""
         self._plan_target(node)
+        self._report_spy(node)
         self._plan_settings(node)
         if not isinstance(node.func, cst.Attribute):
             return
@@ -164,6 +165,13 @@ class MockPlanner(Planner):
         base = node.func.value
         if called is not None and isinstance(base, cst.Name) and base.value in self._mocks[-1]:
             self._plan_named(node, called)  # the mock of a task is called as the task would be
+
+    def _report_spy(self, node: cst.Call) -> None:
+        if code_of(node.func) != "mocker.spy" or len(node.args) < 2:
+            return
+        if self._of_object(node.args[0].value, node.args[1].value) is not None:
+            why = "it spies on a method of a task, which a job has not"
+            self.file.leave(node, "mocks", code_of(node), why, "spy on enqueue, or using")
 
     def _plan_target(self, node: cst.Call) -> None:
         place = 0
@@ -315,9 +323,26 @@ class MockPlanner(Planner):
         self._plan_split(node)
         for each in m.findall(node, m.Attribute(attr=m.Name())) if not calls else ():
             assert isinstance(each, cst.Attribute)
-            is_read = each.attr.value in NOTED and self._mocked(each.value) is not None
+            is_item = f"{code_of(each)}[" in code_of(node, 10_000)
+            is_noted = each.attr.value in NOTED or (each.attr.value == "mock_calls" and is_item)
+            is_read = is_noted and self._mocked(each.value) is not None
             if is_read and not self._reads_named(node, each):
                 self._leave_noted(each, "arguments are read by place, and are given by name now")
+
+    def visit_For(self, node: cst.For) -> None:
+        """Report a loop over what a mock has noted."""
+        self._report_loop(node.iter)
+
+    def visit_If(self, node: cst.If) -> None:
+        """Report a condition of what a mock has noted."""
+        self._report_loop(node.test)
+
+    def _report_loop(self, node: cst.BaseExpression) -> None:
+        for each in m.findall(node, m.Attribute()):
+            assert isinstance(each, cst.Attribute)
+            is_noted = each.attr.value in {*NOTED, "mock_calls"}
+            if is_noted and self._mocked(each.value) is not None:
+                self._leave_noted(each, "arguments may be read by place, and are given by name now")
 
     def _plan_calls(
         self, node: cst.CSTNode, found: Sequence[_Mock], calls: Sequence[cst.CSTNode]
