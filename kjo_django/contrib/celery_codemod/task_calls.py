@@ -83,7 +83,9 @@ class CallPlanner(Planner):
         self._handles: set[tuple[cst.CSTNode, str]] = set()
         self._functions: set[cst.CSTNode] = set()
         """Attributes that are called, or dealt with."""
-        self._assigned: set[cst.CSTNode] = set()
+        self._assigned: set[cst.CSTNode] | None = None
+        self._changed_in: dict[cst.CSTNode, list[tuple[tuple[int, int], str]]] = {}
+        self._loops_in: dict[cst.CSTNode, Sequence[cst.CSTNode]] = {}
         self._placed: set[cst.CSTNode] = set()
         """Expressions whose value is read by nothing, or by what this planner sees."""
 
@@ -254,20 +256,36 @@ class CallPlanner(Planner):
                 return f"{code_of(call)} is called at the commit, and would be called before it"
         names = {each.value for each in m.findall(function, m.Name()) if isinstance(each, cst.Name)}
         names -= self.file.module.imports.keys() | self.file.module.tasks.keys()
-        start = self._start_of_change(node)
-        for each in m.findall(self.scope.node, m.Call() | m.Name() | m.Attribute() | m.Subscript()):
-            begins = self.file.positions[each].start
-            if (begins.line, begins.column) > start and (changed := self._changed(each)) in names:
-                is_inside = each is node or each in m.findall(node, m.Call() | m.Name())
-                if not is_inside:
-                    return f"{changed} may have changed at the commit"
+        start, end = self._start_of_change(node), self.file.positions[node].end
+        begin = self.file.positions[node].start
+        own = ((begin.line, begin.column), (end.line, end.column))
+        for place, changed in self._changes():
+            if place > start and changed in names and not own[0] <= place <= own[1]:
+                return f"{changed} may have changed at the commit"
         return ""
+
+    def _changes(self) -> list[tuple[tuple[int, int], str]]:
+        """Return where the function changes which names, or what they mean."""
+        around = self.scope.node
+        if around not in self._changed_in:
+            nodes = m.findall(around, m.Call() | m.Name() | m.Attribute() | m.Subscript())
+            begins = [(self.file.positions[each].start, self._changed(each)) for each in nodes]
+            self._changed_in[around] = [
+                ((begin.line, begin.column), name) for begin, name in begins if name
+            ]
+        return self._changed_in[around]
+
+    def _loops(self) -> Sequence[cst.CSTNode]:
+        around = self.scope.node
+        if around not in self._loops_in:
+            self._loops_in[around] = m.findall(around, m.For() | m.While() | m.CompFor())
+        return self._loops_in[around]
 
     def _start_of_change(self, node: cst.Call) -> tuple[int, int]:
         """Return from which line and column on a change comes after a call: of the loop around."""
         wanted = self.file.positions[node]
         first = wanted.end
-        for loop in m.findall(self.scope.node, m.For() | m.While() | m.CompFor()):
+        for loop in self._loops():
             around = self.file.positions[loop]
             if around.start.line <= wanted.start.line and wanted.end.line <= around.end.line:
                 first = min(first, around.start, key=lambda each: (each.line, each.column))
@@ -288,7 +306,7 @@ class CallPlanner(Planner):
 
     def _targets(self) -> set[cst.CSTNode]:
         """Return what is assigned to, bound or deleted in the file."""
-        if not self._assigned:
+        if self._assigned is None:
             self._assigned = set(_targets_in(self.scopes[0].node))
         return self._assigned
 
