@@ -47,8 +47,9 @@ class FailureFacts:
         """
         if error is None:
             return NO_FAILURE
+        kind, said = import_path(type(error)), text_of(error)
         code, details = _code_and_details(error)
-        kind, said, traceback = import_path(type(error)), text_of(error), _traceback_of(error)
+        traceback = _traceback_of(error)
         text = storable_text(f"{intro}{said}")
         return cls(
             error,

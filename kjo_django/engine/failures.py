@@ -65,7 +65,7 @@ from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.runtime import Runtime, get_transport
 from kjo_django.store.rows import JobRow
-from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.transports.base import OutgoingRecord, Record, Transport
 from kjo_django.workflows.countdown import count_ended
 
 logger = get_logger("kjo_django")
@@ -234,32 +234,30 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
     transports without replay the row alone is the dead letter.
     """
     sources: dict[Attempt, str] = {}
+    by_transport: dict[Transport, list[Attempt]] = {}
     for attempt in attempts:
-        transport = attempt.delivery.queue.transport
-        if not attempt.is_published and get_transport(transport).capabilities.replay:
-            row_id = None if attempt.row is None else attempt.row.id
-            sources[attempt] = source_id(attempt.delivery, row_id)
-        else:
+        transport = get_transport(attempt.delivery.queue.transport)
+        if attempt.is_published or not transport.capabilities.replay:
             attempt.is_published = True
+            continue
+        row_id = None if attempt.row is None else attempt.row.id
+        sources[attempt] = source_id(attempt.delivery, row_id)
+        by_transport.setdefault(transport, []).append(attempt)
     if not sources:
         return
     letters = DeadLetter.objects.using(runtime.database).filter(source_id__in=sources.values())
     known = set(letters.values_list("source_id", flat=True))
-    by_transport: dict[str, list[Attempt]] = {}
     for attempt, source in sources.items():
-        if source in known:
-            attempt.is_published = True
-        else:
-            by_transport.setdefault(attempt.delivery.queue.transport, []).append(attempt)
-    for alias, dead in by_transport.items():
-        _publish_to(runtime, alias, dead)
+        attempt.is_published = source in known
+    for transport, dead in by_transport.items():
+        _publish_to(runtime, transport, [each for each in dead if not each.is_published])
 
 
-def _publish_to(runtime: Runtime, transport: str, attempts: Sequence[Attempt]) -> None:
+def _publish_to(runtime: Runtime, transport: Transport, attempts: Sequence[Attempt]) -> None:
     """See ``publish_dead_letters``."""
     try:
         records = [record_for_topic(runtime, attempt) for attempt in attempts]
-        answers = storing.publish(get_transport(transport), records)
+        answers = storing.publish(transport, records)
     except PublishError as error:
         logger.error("Dead letters not published, trying again: %s", error)
         return
@@ -306,7 +304,9 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
     now = CLOCK.now()
-    failures, letters = [], []
+    failures: list[JobFailure] = []
+    letters: list[DeadLetter] = []
+    changed: list[Attempt] = []
     steps: list[tuple[Attempt, tuple[UUID, UUID, str]]] = []
     for attempt in attempts:
         if attempt.is_in_doubt and _was_recorded(using, attempt):
@@ -316,7 +316,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         if not is_current:
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
-            end_lost(runtime.store, [attempt])
+            changed.append(attempt)
             continue
         if (step := _ended_step(attempt)) is not None:
             steps.append((attempt, step))
@@ -326,14 +326,22 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
+    if changed:
+        end_lost(runtime.store, changed)
     JobFailure.objects.using(using).bulk_create(failures)
     if letters:
         runtime.store.insert_missing(letters)
     if steps:
-        announcements: list[Callable[[], object]] = []
-        # One attempt announces what all of them have ended: they are committed together.
-        steps[0][0].announcements = announcements
-        count_ended(runtime, [step for _, step in steps], announce=announcements.append)
+        _count_ended_steps(runtime, steps)
+
+
+def _count_ended_steps(
+    runtime: Runtime, steps: Sequence[tuple[Attempt, tuple[UUID, UUID, str]]]
+) -> None:
+    announcements: list[Callable[[], object]] = []
+    # One attempt announces what all of them have ended: they are committed together.
+    steps[0][0].announcements = announcements
+    count_ended(runtime, [step for _, step in steps], announce=announcements.append)
 
 
 def _ended_step(attempt: Attempt) -> tuple[UUID, UUID, str] | None:
@@ -606,20 +614,23 @@ def dead_letter_of(
     """Return the unsaved row of a delivery that died."""
     delivery, record, facts = attempt.delivery, attempt.delivery.record, failure_of(attempt)
     message = delivery.message
-    # That of a record that cannot be read is what its header says.
+    # Those of a record that cannot be read are what its headers say.
     handler = message.type or names.text(record.headers, names.TYPE)
+    message_id = message.id or names.text(record.headers, names.ID)
+    content_type = names.text(record.headers, names.CONTENT_TYPE)
+    headers = names.to_json(names.in_order({**record.headers, **_unique_id(attempt)}))
     topic, partition, offset = first_place(record)
     return DeadLetter(
         reason=attempt.reason,
         source_id=source_id(delivery, job_id),
         job_id=job_id,
-        message_id=storable_text(message.id or names.text(record.headers, names.ID), 255),
+        message_id=storable_text(message_id, 255),
         queue=delivery.queue.name,
         handler=storable_text(handler, 100),
         key=record.key,
         value=record.value,
-        headers=names.to_json(names.in_order({**record.headers, **_unique_id(attempt)})),
-        content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
+        headers=headers,
+        content_type=storable_text(content_type, 50),
         consumer_group=delivery.queue.consumer_group,
         topic=topic,
         partition=partition,

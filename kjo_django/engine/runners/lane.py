@@ -66,7 +66,8 @@ class RolledBack(Exception):
         self.guard = guard
 
     def __str__(self) -> str:
-        return f"{self.guard.calls[0].delivery.kind}: {error_text(self.__cause__)}"
+        calls = self.guard.ended_by or self.guard.calls
+        return f"{calls[0].delivery.kind}: {error_text(self.__cause__)}"
 
 
 class LaneRunner:

@@ -13,8 +13,8 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 
 from kjo_django.coordination.base import alive_name
-from kjo_django.engine import admission, recorder
-from kjo_django.engine.attempt import Ending
+from kjo_django.engine import admission, failures, recorder
+from kjo_django.engine.attempt import Ending, Reason
 from kjo_django.engine.handler import running
 from kjo_django.models import Job, JobFailure, ProcessedEvent, TransportMessage, transition
 from kjo_django.runtime import current_runtime, get_coordination
@@ -82,6 +82,31 @@ def test_a_plain_handler_that_fails_keeps_what_it_wrote_and_is_retried(bench):
     assert entries() == {"attempt 1": 1, "attempt 2": 1}
     assert (the_job().state, the_job().attempts) == ("completed", 2)
     assert JobFailure.objects.count() == 1
+
+
+def test_rows_of_failures_that_were_requeued_meanwhile_are_read_together(bench, monkeypatch):
+    """Many of them, as after an operator's requeue of a whole queue, cost the lane one query."""
+    # Given: jobs whose rows another generation has while they fail
+    end_lost, asked = failures.end_lost, []
+
+    def plain(context):
+        Job.objects.filter(pk=context.job_id).update(generation=2)
+        raise RuntimeError
+
+    def note_and_end(store, lost):
+        asked.append(len(lost))
+        end_lost(store, lost)
+
+    monkeypatch.setattr(failures, "end_lost", note_and_end)
+    as_job(plain, atomic=False, takes_context=True).enqueue_many([{}] * 3)
+    # When
+    bench.run()
+    # Then
+    assert asked == [3]
+    assert [(each.ending, each.reason) for each in bench.outcomes] == [
+        (Ending.SKIPPED, Reason.CHANGED)
+    ] * 3
+    assert not JobFailure.objects.exists()
 
 
 @both
