@@ -31,8 +31,9 @@ from kjo_django.values import ANY_SIZE
 
 logger = get_logger("kjo_django")
 
-POLL_TIMEOUT = 0.5
-"""Seconds one poll waits at most; the subscription is woken before."""
+POLL_TIMEOUT, IDLE_POLL_TIMEOUT = 0.5, 1.0
+"""Seconds one poll waits at most; the second of a worker that has nothing to do and is woken before
+by publishers."""
 FULL_WAIT = 0.05
 """Seconds between looks while the worker holds all the records it may hold."""
 FULL_POLL_TIMEOUT = 0.1
@@ -129,6 +130,8 @@ class Poller:
         self._give_back_at = 0.0
         self._retry_at = 0.0
         self._retry_delay = FIRST_RESTART
+        self._hears_publishers = False
+        self._longest_idle_poll = 0.0
         self._has_error = False
         """Whether ``on_error`` was called with an outage that has not ended."""
         self.polled_count = 0
@@ -146,6 +149,13 @@ class Poller:
         return self._subscription.assignment() if self._subscription is not None else []
 
     # --- What other threads ask of it -------------------------------------------------------------
+
+    def rely_on_wake_ups(self, is_reliable: bool) -> None:
+        """Note whether it is woken for every publication from now on."""
+        self._hears_publishers = is_reliable
+        self._longest_idle_poll = IDLE_POLL_TIMEOUT if is_reliable else POLL_TIMEOUT
+        if self._subscription is not None:
+            self._subscription.rely_on_wake_ups(is_reliable)
 
     def wake(self) -> None:
         """Look for records now."""
@@ -271,6 +281,7 @@ class Poller:
             on_revoked=self._on_revoked,
             on_assigned=self._on_assigned,
         )
+        self._subscription.rely_on_wake_ups(self._hears_publishers)
         return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:
@@ -343,11 +354,13 @@ class Poller:
             is_alone=self._is_alone,
         )
         much = max(1, self._max_outstanding // CHUNKS)
+        count = sum(outstanding.values())
+        timeout = POLL_TIMEOUT if count else max(POLL_TIMEOUT, self._longest_idle_poll)
         plan = FetchPlan(
             max_records,
             max(max_records, min(free, much)),
             # One that is full may have room again before another one brings anything.
-            FULL_POLL_TIMEOUT if full else POLL_TIMEOUT,
+            FULL_POLL_TIMEOUT if full else timeout,
             full,
             self._urgent_above(full) if full and free + much > 0 else {},
         )
@@ -357,7 +370,6 @@ class Poller:
         wanted = unwanted | full
         if wanted != self._paused:
             self._pause(subscription, wanted)
-        count = sum(outstanding.values())
         if is_shared or self._skipped_keys or count >= much:
             self._skip_keys(subscription, count, much)
         return plan

@@ -206,6 +206,12 @@ class Subscription(abc.ABC):
         """
         self.acknowledge(records)
 
+    def rely_on_wake_ups(self, is_reliable: bool) -> None:
+        """Note whether ``wake`` is called for every publication to these topics, but for a call
+        that gets lost now and then: an idle consumer may look less often then. Default:
+        nothing."""
+        return
+
     supports_release: bool = False
     """Whether ``release`` gives records to others; else they are its consumer's until ``close``, as
     those of a log's partition are."""

@@ -534,6 +534,9 @@ class PublishListener:
                 logger.log(level, "This worker cannot be notified and polls: %s", error)
                 self._has_complained = True
                 return LISTEN_AGAIN
+            if self._runtime.coordination.supports_wake_ups:
+                for poller in self._pollers:
+                    poller.rely_on_wake_ups(True)
         if self._listener.wait(self.LONGEST_WAIT):
             for poller in self._pollers:
                 poller.wake()

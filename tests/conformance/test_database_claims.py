@@ -686,6 +686,87 @@ def test_a_publishers_call_is_followed_by_a_claim_and_by_no_further_look(
     assert texts(eventually(lambda: subscription.poll(10, 1))) == ["a2"]
 
 
+def test_an_idle_consumer_that_hears_of_publications_asks_the_table_once_a_second(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
+) -> None:
+    # Given
+    publish(transport, "a1", available_at=clock.now() + timedelta(days=1))
+    subscription = subscribe()
+    subscription.rely_on_wake_ups(True)
+    subscription.poll(10, 1)
+    # When
+    with CaptureQueriesContext(connections[alias]) as captured:
+        for _ in range(10):
+            assert subscription.poll(10, 1) == []
+    # Then
+    messages = [q["sql"] for q in captured.captured_queries if "kjo_transport_message" in q["sql"]]
+    looks = [sql for sql in messages if "available_at" in sql]
+    assert len(looks) <= 12
+    assert len(messages) <= 18, "beside those, the group's membership is looked after"
+
+
+def test_a_row_is_claimed_when_it_is_due_though_its_consumer_is_idle(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    subscription = subscribe()
+    subscription.rely_on_wake_ups(True)
+    publish(transport, "a1", available_at=clock.now() + timedelta(seconds=0.4))
+    assert subscription.poll(10, 0.1) == []
+    began = clock.monotonic()
+    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert clock.monotonic() - began == pytest.approx(0.3, abs=0.05)
+
+
+def test_an_idle_consumer_is_woken_for_what_is_due_before_what_it_waits_for(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    subscription = subscribe()
+    subscription.rely_on_wake_ups(True)
+    publish(transport, "a1", available_at=clock.now() + timedelta(seconds=60))
+    assert subscription.poll(10, 0.5) == []
+    publish(transport, "b1", available_at=clock.now() + timedelta(seconds=0.2))
+    subscription.wake()
+    assert subscription.poll(10, 5) == [], "woken, it returns"
+    began = clock.monotonic()
+    assert texts(subscription.poll(10, 5)) == ["b1"]
+    assert clock.monotonic() - began == pytest.approx(0.2, abs=0.05)
+
+
+def test_what_others_hold_of_a_key_is_looked_for_though_publications_are_heard(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    """Nobody calls when the last record of a key is acknowledged elsewhere."""
+    first, second = subscribe(), subscribe()
+    second.rely_on_wake_ups(True)
+    publish(transport, "a1", "a2")
+    (taken,) = first.poll(1, 1)
+    assert second.poll(10, 1) == []
+    first.acknowledge([taken])
+    first.flush()
+    began = clock.monotonic()
+    assert texts(second.poll(10, 1)) == ["a2"]
+    assert clock.monotonic() - began <= 0.2
+
+
+def test_a_commit_of_another_connection_ends_idleness_on_sqlite(sqlite_alias: str) -> None:
+    """No call reaches another process there; the commit itself is seen."""
+    transport = DatabaseTransport("test", {"DATABASE": sqlite_alias})
+    transport.clock = clock = SetClock()
+    subscription = transport.subscribe(["t"], "g")
+    assert subscription.poll(10, 1) == []
+
+    def publish_and_leave() -> None:
+        publish(transport, "a1")
+        connections[sqlite_alias].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(publish_and_leave).result(PATIENCE)
+    began = clock.monotonic()
+    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert clock.monotonic() == began, "it has not waited"
+    subscription.close()
+
+
 def test_a_paused_topic_is_not_claimed(transport: DatabaseTransport, subscribe: Subscribe) -> None:
     subscription = subscribe("t u")
     subscription.pause([TopicPartition("t", 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.db import OperationalError
@@ -246,6 +247,10 @@ class Polling:
         self.needs_wakeup = needs_wakeup
         self.woken = threading.Event()
         self.wake = self.woken.set
+        self.relies_on_wake_ups = False
+
+    def rely_on_wake_ups(self, is_reliable: bool) -> None:
+        self.relies_on_wake_ups = is_reliable
 
 
 def listening(poller: Polling) -> DutyThread:
@@ -286,6 +291,23 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert caplog.text.count("This worker cannot be notified") == 1
+
+
+@pytest.mark.parametrize("reaches_others", [True, False])
+def test_pollers_rely_on_calls_once_those_of_other_processes_are_heard(monkeypatch, reaches_others):
+    """Without them a poller that looks seldom would find another process's jobs late."""
+    # Given
+    poller = Polling("a")
+    coordination = SimpleNamespace(
+        listen=get_coordination().listen, supports_wake_ups=reaches_others
+    )
+    monkeypatch.setattr(PublishListener, "LONGEST_WAIT", 0.0)
+    listener = PublishListener(replace(current_runtime(), coordination=coordination), [poller])
+    # When
+    listener.step()
+    # Then
+    assert poller.relies_on_wake_ups is reaches_others
+    listener.close()
 
 
 def test_nobody_listens_for_a_broker_that_answers_the_poll_itself():

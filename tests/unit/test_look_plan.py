@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 
 from kjo_django.transports.database.plans import (
     CLOSE_TOGETHER,
     FAIR_EVERY,
+    IDLE_INTERVAL,
     SELDOM_FAIR_EVERY,
     SHORTEST_WAIT,
     WAIT_TO_BE_WOKEN,
@@ -128,6 +132,79 @@ def test_a_database_that_refuses_is_left_alone_for_a_while(plan: LookPlan, clock
 
 def test_a_lock_is_told_when_it_lasts(plan: LookPlan) -> None:
     assert [plan.note_refusal(is_locked=True) for _ in range(4)] == [False, False, True, True]
+
+
+# --- Idle consumers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval, longest", [(0.2, IDLE_INTERVAL), (INTERVAL, INTERVAL)])
+def test_an_idle_consumer_that_hears_of_publications_looks_once_a_second(
+    clock: SetClock, interval: float, longest: float
+) -> None:
+    plan = LookPlan(interval, clock, locks_rows=True)
+    plan.hears_publishers = True
+    plan.note_nothing_due()
+    plan.note_idle(math.inf)
+    assert plan.is_idle
+    assert plan.next_wait(60.0) == longest
+    clock.advance(longest)
+    assert not plan.is_idle
+    assert plan.is_idle_again(), "nothing was heard since"
+    assert plan.next_wait(60.0) == longest
+
+
+def test_an_idle_consumer_looks_when_the_next_row_is_due(plan: LookPlan, clock: SetClock) -> None:
+    plan.hears_publishers = True
+    plan.note_idle(0.3)
+    assert plan.next_wait(60.0) == pytest.approx(0.3)
+    clock.advance(0.3)
+    assert not plan.is_idle
+    assert not plan.is_idle_again(), "it is due"
+
+
+def test_a_consumer_that_hears_of_nothing_goes_on_looking(plan: LookPlan) -> None:
+    plan.note_idle(math.inf)
+    assert not plan.is_idle
+    assert plan.next_wait(60.0) <= SHORTEST_WAIT
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        LookPlan.note_wake_up,
+        LookPlan.end_idleness,
+        LookPlan.expect_more,
+        LookPlan.note_collision,
+        lambda plan: plan.note_refusal(is_locked=True),
+        claim,
+    ],
+)
+def test_whatever_happens_ends_idleness(
+    plan: LookPlan, happens: Callable[[LookPlan], object]
+) -> None:
+    plan.hears_publishers = True
+    plan.note_idle(math.inf)
+    happens(plan)
+    assert not plan.is_idle
+    assert not plan.is_idle_again(), "another row may be due sooner now"
+
+
+def test_whoever_will_not_wait_is_answered_though_the_consumer_is_idle(plan: LookPlan) -> None:
+    plan.hears_publishers = True
+    plan.note_idle(math.inf)
+    plan.ask_now()
+    assert not plan.is_idle
+    assert plan.is_idle_again(), "when the next row is due is known still"
+
+
+def test_a_slow_look_of_an_idle_consumer_is_no_more_than_a_tenth_of_the_time(
+    plan: LookPlan,
+) -> None:
+    """Of a million delayed rows, one of which is due every moment."""
+    plan.hears_publishers = True
+    plan.note_idle(0.01)
+    plan.note_look(0.1)
+    assert plan.next_wait(60.0) == pytest.approx(0.9)
 
 
 # --- The order of claims --------------------------------------------------------------------------

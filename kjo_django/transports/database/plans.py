@@ -16,6 +16,9 @@ SHORTEST_WAIT = 0.005
 WAIT_TO_BE_WOKEN = 0.1
 """Seconds until the table is looked at again after a claim on a publisher's wake-up: the next
 publisher wakes this consumer, too, and nobody does for a row whose time has come."""
+IDLE_INTERVAL = 1.0
+"""Seconds between two looks of an idle consumer that hears of every publication: it could have
+missed one."""
 CLOSE_TOGETHER = 0.025
 """Seconds between two claims of a stream of jobs."""
 FAIR_EVERY, SELDOM_FAIR_EVERY = 4, 16
@@ -46,6 +49,11 @@ class LookPlan:
         self._retry_at = 0.0
         self._outage_count = 0
         self._is_woken = False
+        self._idle_until = 0.0
+        self._next_due_at: float | None = None
+        """When the next row is due (monotonic), where that is known."""
+        self.hears_publishers = False
+        """Whether the consumer hears of every publication."""
         self.may_have_more = True
         """Whether rows are likely to be due: then they are claimed without a look."""
         self.has_all = False
@@ -57,8 +65,15 @@ class LookPlan:
         """Whether the database has refused, and is left alone for a while."""
         return self._clock.monotonic() < self._retry_at
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due, and nothing is going to be for a while."""
+        return self._clock.monotonic() < self._idle_until
+
     def next_wait(self, longest: float) -> float:
         """Return the seconds until the next look, so many at most."""
+        if self.is_idle:
+            return min(longest, self._idle_until - self._clock.monotonic())
         # Jittered, so that consumers do not look all at once.
         seconds = self._next_wait * random.uniform(0.75, 1.0)  # noqa: S311
         self._next_wait = min(self._poll_interval, self._next_wait * 2)
@@ -67,15 +82,36 @@ class LookPlan:
 
     def ask_now(self) -> None:
         """Note that somebody asks what is there, and is not going to wait."""
-        self.has_all = False
+        self.has_all, self._idle_until = False, 0.0
 
     def expect_more(self) -> None:
         """Note that rows may be claimed that were to be left alone before."""
         self.may_have_more = True
+        self.end_idleness()
+
+    def end_idleness(self) -> None:
+        """Note that something may be there to be claimed: somebody has committed."""
+        self._idle_until, self._next_due_at = 0.0, None
+
+    def note_idle(self, seconds: float) -> None:
+        """Note that nothing waits that is due, and in how many seconds something will be. A
+        consumer that hears of every publication looks again then; any other goes on looking."""
+        if self.hears_publishers:
+            now = self._clock.monotonic()
+            self._next_due_at = now + seconds
+            self._idle_until = min(self._next_due_at, now + max(self._poll_interval, IDLE_INTERVAL))
+
+    def is_idle_again(self) -> bool:
+        """Return whether it is still known that the next row is due later; look again then."""
+        seconds = (self._next_due_at or 0.0) - self._clock.monotonic()
+        if seconds > 0:
+            self.note_idle(seconds)
+        return seconds > 0
 
     def note_wake_up(self) -> None:
         """Note that a publisher has woken the consumer, or that somebody has committed."""
         self._next_wait = SHORTEST_WAIT
+        self.end_idleness()
         if self._locks_rows and self._clock.monotonic() - self._claimed_at > CLOSE_TOGETHER:
             # Else it looks first: what is published meanwhile is claimed along.
             self.may_have_more = self._is_woken = True
@@ -84,6 +120,8 @@ class LookPlan:
         """Note how long a look took. Walking past a backlog of delayed or busy rows takes time: no
         more than a tenth of it."""
         self._next_wait = max(self._next_wait, 9 * seconds)
+        if self.is_idle:
+            self._idle_until = max(self._idle_until, self._clock.monotonic() + 9 * seconds)
 
     def note_nothing_due(self) -> None:
         """Note that a look has found nothing."""
@@ -97,6 +135,7 @@ class LookPlan:
         :param has_others: whether others were claiming some of it just then.
         """
         self._claimed_at = self._clock.monotonic()
+        self.end_idleness()
         self.may_have_more = is_full
         if has_rows or has_others:
             self._next_wait = SHORTEST_WAIT
@@ -114,6 +153,7 @@ class LookPlan:
     def note_collision(self) -> None:
         """Note that a claim met somebody else's change: it is to be made again soon."""
         self._next_wait = SHORTEST_WAIT
+        self.end_idleness()
 
     def note_answer(self) -> None:
         """Note that the database does what it is asked."""
@@ -126,6 +166,7 @@ class LookPlan:
             looked at is still there.
         """
         self._outage_count += 1
+        self.end_idleness()
         delay = _AFTER_OUTAGE.delay(self._outage_count)
         self._retry_at = self._clock.monotonic() + delay.total_seconds()
         if is_locked:

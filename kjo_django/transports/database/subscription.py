@@ -116,6 +116,8 @@ class DatabaseSubscription(LeasedSubscription):
         self._on_registered = on_registered
         locks_rows = connections[alias].features.has_select_for_update
         self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
+        self._sees_commits = connections[alias].vendor == "sqlite"
+        self.rely_on_wake_ups(False)
         self._order = ClaimOrder()
         self._commits = CommitWatcher(alias, clock)
         self._skipped: dict[str, set[int]] = {}
@@ -131,6 +133,10 @@ class DatabaseSubscription(LeasedSubscription):
 
     # --- Polling ----------------------------------------------------------------------------------
 
+    def rely_on_wake_ups(self, is_reliable: bool) -> None:
+        """While idle, look when the next row is due, and once a second."""
+        self._plan.hears_publishers = is_reliable or self._sees_commits
+
     def _wait(self, longest: float) -> bool:
         """Wait to be woken, for a commit, or until the next look; return whether it was woken."""
         seconds = self._plan.next_wait(longest)
@@ -139,6 +145,8 @@ class DatabaseSubscription(LeasedSubscription):
                 is_woken = self._clock.wait(self._woken, seconds)
             else:
                 is_woken = self._commits.wait(self._woken, seconds)
+                if self._commits.has_seen_one:
+                    self._plan.end_idleness()
         except OUTAGES as error:
             self._note_outage(error)
             return False
@@ -415,7 +423,7 @@ class DatabaseSubscription(LeasedSubscription):
         topics = self._wanted_topics()
         if self._plan.may_have_more or not topics:
             return topics
-        if self._plan.has_all:
+        if self._plan.has_all or self._plan.is_idle:
             return []
         started = self._clock.monotonic()
         due = self._topics_with_rows(topics)
@@ -428,13 +436,32 @@ class DatabaseSubscription(LeasedSubscription):
         if self._statements is not None:
             asked = [claims.Asked(topic, 1) for topic in topics]
             due = self._statements.due_topics(asked, self._skipped, now)
+            if not due and self._plan.hears_publishers and not self._plan.is_idle_again():
+                self._is_due_later(topics, now)
             return [topic for topic in topics if topic in due]
-        waiting = group_rows(self._alias, self._group).filter(
-            _unleased(now), topic__in=topics, available_at__lte=now
-        )
+        if self._is_due_later(topics, now):
+            return []
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-        is_waiting = len(topics) == 1 or waiting.exists()
-        return [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
+        return [topic for topic in topics if self._due_rows(topic, now).exists()]
+
+    def _is_due_later(self, topics: Sequence[str], now: datetime) -> bool:
+        """Return whether all that waits in these topics is due later, if anything waits, and note
+        when."""
+        connection: Any = connections[self._alias]
+        adapted = connection.ops.adapt_datetimefield_value(now)
+        with connection.cursor() as cursor:
+            places = ", ".join(["%s"] * len(topics))
+            cursor.execute(_NEXT.format(topics=places), [self._group, *topics, adapted])
+            found = cursor.fetchone()
+        seconds = math.inf
+        if found is not None:
+            (at,) = found
+            at = at if at.tzinfo is not None else at.replace(tzinfo=connection.timezone)
+            seconds = (at - now).total_seconds()
+        if seconds <= 0:
+            return False
+        self._plan.note_idle(seconds)
+        return True
 
     def _lock_topics(self, topics: list[str]) -> list[str]:
         """Become the only claimer of these topics in this group until the transaction ends.
@@ -687,13 +714,15 @@ class CommitWatcher:
         self._clock = clock
         self._seen: tuple[Any, Any] = (None, None)
         self._changed_at = 0.0
+        self.has_seen_one = False
+        """Whether the last wait has ended by a commit."""
 
     def wait(self, woken: threading.Event, timeout: float) -> bool:
         """Wait for ``woken``, for a commit or for so many seconds; return whether it was woken.
 
         A commit that came since the last wait ends this one at once.
         """
-        clock = self._clock
+        clock, self.has_seen_one = self._clock, False
         if connections[self._alias].vendor != "sqlite":
             return clock.wait(woken, timeout)
         deadline = clock.monotonic() + timeout
@@ -705,7 +734,7 @@ class CommitWatcher:
             pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, (now - self._changed_at) / 10))
             if clock.wait(woken, min(pause, deadline - now)):
                 return True
-        self._changed_at = clock.monotonic()
+        self._changed_at, self.has_seen_one = clock.monotonic(), True
         return woken.is_set()
 
     def _has_changed(self) -> bool:
@@ -771,6 +800,13 @@ def count_lag(
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
 
 
+_NEXT = """
+SELECT available_at FROM kjo_transport_message
+WHERE consumer_group = %s AND topic IN ({topics})
+    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
+ORDER BY available_at LIMIT 1
+"""
+"""When the first of the rows that nobody holds is due, or was."""
 _DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s

@@ -15,6 +15,8 @@ leases. Runs on SQLite, PostgreSQL and MariaDB.
     overrides what the subscriber asks for.
 ``POLL_INTERVAL``
     The longest wait between two looks at an idle table (timedelta or seconds), default 0.2 s.
+    Where the consumer hears of publications it is the longest wait only while rows wait for their
+    keys; an idle consumer looks when the next row is due, and each second.
 """
 
 from __future__ import annotations
