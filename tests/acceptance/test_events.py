@@ -116,7 +116,7 @@ def kill_a_replay(service: Engine, count: int) -> None:
     service.wait_until(
         lambda: service.dead_letters.filter(state="replayed").count() >= count // 2,
         "The replay did not get half-way",
-        timeout=900,
+        patience=900,
     )
     replay.kill()
     done = service.dead_letters.filter(state="replayed").count()

@@ -65,9 +65,9 @@ def test_a_rate_holds_over_four_workers_one_of_which_is_killed(
     for worker in workers[1:]:
         assert worker.stop() == 0, worker.log_tail()
     # Then
-    starts = [moment.at for moment in moments_in(path)]
+    starts = moments_in(path)
     assert most_within(starts, 1.0) <= 5
-    print(f"{len(starts)} starts within {starts[-1] - starts[0]:.1f} s")
+    print(f"{len(starts)} starts within {starts[-1].at - starts[0].at:.1f} s")
 
 
 def runs_of(path: Path, lost: dict[int, float]) -> list[tuple[float, float]]:
@@ -178,13 +178,13 @@ def test_limits_hold_while_redis_is_away_and_after_it_has_lost_its_data(
     back = time.time()
     engine.settle()
     # Then all have run, once each, and never more than permitted
-    starts = [moment.at for moment in moments_in(starts_path)]
+    starts = moments_in(starts_path)
     runs = runs_of(runs_path, {})
     assert (len(starts), len(runs)) == (60, 24)
     assert most_within(starts, 1.0) <= 5
     assert most_at_once(runs) <= 3
     # And while it was away none of them started
-    begun = [*starts, *(start for start, _ in runs)]
+    begun = [*(start.at for start in starts), *(start for start, _ in runs)]
     assert not [moment for moment in begun if away < moment < back]
     assert [moment for moment in begun if moment > back]
     for worker in workers:

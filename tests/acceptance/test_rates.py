@@ -22,7 +22,7 @@ import pytest
 from kjo_django.conf import Settings
 from kjo_django.models import HeldJob, MetricBucket
 from tests.acceptance.engine import ALIAS, Engine, Servers
-from tests.acceptance.moments import moments_in, most_within
+from tests.acceptance.moments import Moment, moments_in, most_within
 from tests.services.delay import farther
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -127,18 +127,18 @@ def test_what_is_permitted_is_used_and_no_more(
         for worker in workers:
             worker.stop()
     # Then
-    starts: dict[str, list[float]] = defaultdict(list)
+    starts: dict[str, list[Moment]] = defaultdict(list)
     for moment in moments_in(path):
-        starts[moment.what].append(moment.at)
-    first = min(map(min, starts.values()))
+        starts[moment.what].append(moment)
+    first = min(map(min, starts.values())).at
     used = {
-        name: sum(1 for at in starts[name] if at < first + MINUTE) / (rate * MINUTE)
+        name: sum(1 for start in starts[name] if start.at < first + MINUTE) / (rate * MINUTE)
         for name, rate in RATES.items()
     }
     most = {name: most_within(starts[name], 1.0) for name in RATES}
     counts = MetricBucket.objects.using(ALIAS).values_list("unused_permit_count", flat=True)
     unused = sum(counts)
-    free_after = max(starts["at will"]) - first
+    free_after = max(starts["at will"]).at - first
     print(
         f"\n| {request.node.callspec.id} | {used['often']:.3f} | {used['seldom']:.3f} | {most} | "
         f"{free_after:.1f} s | {dict(released)} | {unused} | load {os.getloadavg()[0]:.1f} |"

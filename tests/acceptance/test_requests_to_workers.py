@@ -11,7 +11,7 @@ from kjo_django.operations import workers
 from tests.acceptance.conftest import SELDOM_ON_MARIADB
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
-from tests.acceptance.test_shutdown import let_go, start_job
+from tests.acceptance.test_shutdown import let_go, start_job, wait_for_fetched
 from tests.ledger import jobs
 
 pytestmark = pytest.mark.timeout(180)
@@ -31,7 +31,7 @@ def test_a_quiet_worker_starts_nothing_holds_up_nothing_and_goes_on_when_told(
     start_job(engine, worker, tmp_path / "long")
     names = [f"waiting-{number}" for number in range(5)]
     jobs.write.enqueue_many({"job": name} for name in names)
-    engine.wait_until(lambda: engine.has_in_flight(worker.pid, 6), "They never arrived")
+    wait_for_fetched(engine, worker, 6)
     # When it is asked to be quiet
     assert workers.quiet([row_of(worker)], actor="ann").counts == {"asked": 1}
     engine.wait_until(lambda: row_of(worker).state == "quiet", "It was not quiet")
@@ -65,7 +65,7 @@ def test_a_worker_that_is_stopped_ends_as_by_a_signal(engine: Engine, tmp_path: 
     worker = engine.ready_worker("--concurrency", "1")
     start_job(engine, worker, tmp_path / "long")
     jobs.write.enqueue(job="waiting")
-    engine.wait_until(lambda: engine.has_in_flight(worker.pid, 2), "It never arrived")
+    wait_for_fetched(engine, worker, 2)
     # When
     workers.stop([row_of(worker)], actor="ann")
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")

@@ -51,14 +51,21 @@ def test_other_signals_stop_as_well(
     stop_in_the_middle(embedded, tmp_path, number)
 
 
+def wait_for_fetched(engine: Engine, worker: Program, count: int) -> None:
+    """Wait until a worker holds what it runs and what it may fetch behind that, so many in all.
+
+    Where others could have them, it fetches nothing that waits behind a long job.
+    """
+    fetched = count if engine.servers.kafka else 1
+    engine.wait_until(lambda: engine.has_in_flight(worker.pid, fetched), "They never arrived")
+
+
 def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -> None:
     # Given a worker of one lane in the middle of a job, and jobs that wait behind it
     worker = engine.ready_worker("--concurrency", "1")
     start_job(engine, worker, tmp_path / "long")
     jobs.write_attempt.enqueue_many({"job": f"waiting-{number}"} for number in range(5))
-    # Where others could have them, a worker fetches nothing that waits behind a long job.
-    fetched = 6 if engine.servers.kafka else 1
-    engine.wait_until(lambda: engine.has_in_flight(worker.pid, fetched), "They never arrived")
+    wait_for_fetched(engine, worker, 6)
     # When it is told to stop
     worker.signal(number)
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
