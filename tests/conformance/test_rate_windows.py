@@ -5,7 +5,6 @@ Tier: medium, each real engine once: what is promised depends on what an UPDATE 
 
 from __future__ import annotations
 
-import time
 import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -19,6 +18,7 @@ from kjo_django.coordination.database.windows import RateWindows, stored_name
 from kjo_django.coordination.starts import Ask, Pace, Used, part_of
 from kjo_django.models import RateWindow
 from kjo_django.store import store_for
+from tests.clocks import SetClock
 
 MOST = 10
 
@@ -89,14 +89,12 @@ def test_a_row_that_is_gone_is_made_anew(alias: str, ask: Ask) -> None:
     assert text.endswith(":1")
 
 
-def test_the_servers_time_is_read_again_after_some_seconds(
-    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = RateWindows(store_for(alias))
+def test_the_servers_time_is_read_again_after_some_seconds(alias: str, ask: Ask) -> None:
+    clock = SetClock()
+    process = RateWindows(store_for(alias), clock)
     for _ in range(2):
         assert given(process, ask)
-    at = time.monotonic()
-    monkeypatch.setattr(windows.time, "monotonic", lambda: at + windows._KNOWN_FOR + 0.1)
+    clock.advance(windows._KNOWN_FOR + 0.1)
     with CaptureQueriesContext(connections[alias]) as queries:
         assert given(process, ask)
     assert len(queries) > 1
@@ -108,16 +106,15 @@ def test_a_time_that_took_long_to_tell_is_not_gone_by(
 ) -> None:
     """It may be wrong by so long, and more would start than may."""
     paces = {stored_name(pace.name): pace._replace(seconds=10.0) for pace in ask.paces}
-    store, now = store_for(alias), [1000.0]
+    store, clock = store_for(alias), SetClock()
     read = store.read_windows
 
     def read_slowly(names: Any) -> Any:
-        now[0] += took
+        clock.advance(took)
         return read(names)
 
-    process = RateWindows(store)
+    process = RateWindows(store, clock)
     monkeypatch.setattr(store, "read_windows", read_slowly)
-    monkeypatch.setattr(windows.time, "monotonic", lambda: now[0])
     for _ in range(3):
         process._read(paces)
     assert (process._recall(paces) is not None) == is_recalled
@@ -126,26 +123,25 @@ def test_a_time_that_took_long_to_tell_is_not_gone_by(
 def test_what_is_known_is_as_old_as_what_is_read(
     alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, now = store_for(alias), [1000.0]
+    store, clock = store_for(alias), SetClock()
     told = datetime(2026, 1, 1, tzinfo=UTC)
 
     def read(names: Any) -> tuple[datetime, dict[str, str]]:
-        now[0] += 0.02
+        clock.advance(0.02)
         return told, dict.fromkeys(names, "0")
 
-    process = RateWindows(store)
+    process = RateWindows(store, clock)
     monkeypatch.setattr(store, "read_windows", read)
     monkeypatch.setattr(store, "write_windows", lambda changes: None)
-    monkeypatch.setattr(windows.time, "monotonic", lambda: now[0])
     paces = {stored_name(pace.name): pace for pace in ask.paces}
     for _ in range(2):
         process._read(paces)
-    now[0] += 1.0
+    clock.advance(1.0)
     recalled = process._recall(paces)
     assert recalled is not None
-    assert recalled.now == told + timedelta(seconds=1.01)
-    # What is read is told half of that after the call began, and starts count from then on.
-    assert recalled.later == pytest.approx(0.01)
+    # The server's time is this at least, and at most later by what the answer took.
+    assert recalled.now == told + timedelta(seconds=1.0)
+    assert recalled.later == pytest.approx(0.02)
 
 
 def test_so_many_rates_are_remembered_and_no_more(
@@ -207,19 +203,19 @@ def test_a_start_counts_no_later_for_a_call_that_is_made_again(
 ) -> None:
     # Given clocks that are set, and a permit
     store, began = store_for(alias), datetime(2026, 1, 1, tzinfo=UTC)
-    process, read, write, passed = RateWindows(store), store.read_windows, store.write_windows, [0]
+    clock, read, write = SetClock(), store.read_windows, store.write_windows
+    process, first = RateWindows(store, clock), clock.monotonic()
 
     def read_then(names: Any) -> Any:
-        return began + timedelta(seconds=passed[0]), read(names)[1]
+        return began + timedelta(seconds=clock.monotonic() - first), read(names)[1]
 
     def refuse(changes: Any) -> Any:
-        if passed[0]:
+        if clock.monotonic() > first:
             monkeypatch.setattr(store, "write_windows", write)
-        passed[0] = 1800
+        clock.seconds = first + 1800
         return read_then([name for name, _, _, _ in changes])
 
     monkeypatch.setattr(store, "read_windows", read_then)
-    monkeypatch.setattr(windows.time, "monotonic", lambda: 1000.0 + passed[0])
     stamp = given(process, ask)
     # When its start is told in a call whose writes are refused twice, the first after half an hour
     monkeypatch.setattr(store, "write_windows", refuse)
@@ -248,11 +244,12 @@ def test_who_was_refused_thrice_reads_again_after_its_pause(
         done.append("write")
         return write(changes) if len(done) > 7 else read([name for name, _, _, _ in changes])
 
-    process = RateWindows(store)
+    clock = SetClock()
+    process = RateWindows(store, clock)
     given(process, ask)
     monkeypatch.setattr(store, "read_windows", note_read)
     monkeypatch.setattr(store, "write_windows", refuse)
-    monkeypatch.setattr(windows.time, "sleep", lambda seconds: done.append("pause"))
+    monkeypatch.setattr(clock, "wait", lambda event, seconds: done.append("pause"))
     assert given(process, ask)
     tried = ["read", "write", "write", "write", "pause", "read", "write", "pause", "read", "write"]
     assert done == tried

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+from kjo_django.clock import CLOCK, Clock
 from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import RateWindow
@@ -66,9 +67,8 @@ class _Read(NamedTuple):
     starts: Mapping[str, str]
     """Of each rate, by the names of their rows."""
     later: float
-    """Seconds by which starts count later than they came. The server's time as it is read is that
-    much ahead of the time of the call; without it, more would be measured in a window than may
-    start."""
+    """Seconds by which the server's time may be ahead of this one: by so much later than they came
+    starts count."""
     is_known: bool
     """Whether nothing was read for it."""
 
@@ -76,8 +76,9 @@ class _Read(NamedTuple):
 class RateWindows:
     """Gives permits of rates for one process; thread-safe."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Clock = CLOCK) -> None:
         self._store = store
+        self._clock = clock
         self._known: dict[str, _Known] = {}
 
     def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
@@ -89,18 +90,19 @@ class RateWindows:
         paces = {stored_name(name): pace for name, pace in paces_of(asks, used).items()}
         if not paces:
             return []
-        called = time.monotonic()
+        called = self._clock.monotonic()
         read = self._recall(paces) or self._read(paces)
         for number in range(_WRITES + 1):
             if number > _AT_ONCE:
                 # A pause between a reading and its write would let others be the first again.
-                time.sleep(random.uniform(0, 0.002 * number))  # noqa: S311
+                pause = random.uniform(0, 0.002 * number)  # noqa: S311
+                self._clock.wait(threading.Event(), pause)
                 read = self._read(paces)
             # The start of a permit lies as long before this reading as before the call, and more.
             told = [_older(one, read.sent - called - read.later) for one in used]
             answers, changed = self._permit(asks, told, paces, read)
             if changed is None:
-                elapsed = time.monotonic() - read.at
+                elapsed = self._clock.monotonic() - read.at
                 return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
             read = changed
         unchanged = CoordinationError("Others have changed these rates each time, too")
@@ -125,7 +127,7 @@ class RateWindows:
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
         """Return what this process knows of these rates; None where another one may have used
         them, or the server's time is not known well enough."""
-        at, ahead, took = time.monotonic(), timedelta(), 0.0
+        at, ahead, took = self._clock.monotonic(), timedelta(), 0.0
         starts: dict[str, str] = {}
         for name, pace in sorted(paces.items()):
             known = self._known.get(name)
@@ -134,21 +136,22 @@ class RateWindows:
             if known.took > _KNOWN_WITHIN * pace.seconds:
                 return None
             starts[name], ahead, took = known.starts, known.ahead, max(took, known.took)
-        now = _EPOCH + ahead + timedelta(seconds=at)
-        return _Read(now, at, at, starts, took / 2, is_known=True)
+        # The server's time is this at least: what is known may be wrong by half of what it took.
+        now = _EPOCH + ahead + timedelta(seconds=at - took / 2)
+        return _Read(now, at, at, starts, took, is_known=True)
 
     def _read(self, names: Collection[str]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
         found: dict[str, str] = {}
         names = sorted(names)
         for start in range(0, len(names), _BATCH):
-            some, sent = names[start : start + _BATCH], time.monotonic()
+            some, sent = names[start : start + _BATCH], self._clock.monotonic()
             now, starts = self._store.read_windows(some)
             while missing := [name for name in some if name not in starts]:
                 # Not yet expired: whoever prunes at this moment leaves it.
                 rows = [RateWindow(name=name, expires_at=now + _UNUSED) for name in missing]
                 self._store.insert_missing(rows)
-                sent = time.monotonic()
+                sent = self._clock.monotonic()
                 now, starts = self._store.read_windows(some)
             found |= starts
         return self._note(now, sent, found)
@@ -158,7 +161,7 @@ class RateWindows:
 
         :param now: the server's time, as it was told in answer to what was sent then (monotonic).
         """
-        at = time.monotonic()
+        at = self._clock.monotonic()
         ahead = now - _EPOCH - timedelta(seconds=(sent + at) / 2)
         if len(self._known) + len(found) > _MOST_KNOWN:
             self._known.clear()
@@ -188,7 +191,7 @@ class RateWindows:
             changes.append((name, before, starts[name], until))
         if not changes:
             return None
-        sent = time.monotonic()
+        sent = self._clock.monotonic()
         if (found := self._store.write_windows(changes)) is not None:
             now, texts = found
             if len(texts) < len(changes):
