@@ -867,6 +867,9 @@ class Store:
             )
         return written
 
+    has_clock = False
+    """Whether the database tells the time by a clock of its own."""
+
     def server_time(self) -> datetime:
         """Return what time it is for everybody who uses the database: its own, where it has one."""
         return CLOCK.now()

@@ -754,6 +754,8 @@ class PostgresStore(Store):
             return None
         return rows[0][0], {name: starts for _, name, starts in rows if starts is not None}
 
+    has_clock = True
+
     def server_time(self) -> datetime:
         """Return the server's time: the clocks of several hosts may differ."""
         ((now,),) = self._execute("SELECT clock_timestamp()", ())

@@ -12,8 +12,8 @@ from tests.acceptance.engine import ALIAS, Engine
 
 MOST_MEGABYTES = 60
 MOST_MODULES = 800
-"""Of Python, Django with its admin, and this app. Ten more than before a worker wrote a log, kept that
-of failed attempts, and pruned."""
+"""Of Python, Django with its admin, and this app. Ten more than before a worker wrote a log, kept
+that of failed attempts, and pruned."""
 OF_DRIVERS = {
     "sqlite": (),
     "mysql": ("MySQLdb", "pymysql", "cryptography"),

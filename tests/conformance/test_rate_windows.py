@@ -115,6 +115,7 @@ def test_a_time_that_took_long_to_tell_is_not_gone_by(
 
     process = RateWindows(store, clock)
     monkeypatch.setattr(store, "read_windows", read_slowly)
+    monkeypatch.setattr(type(store), "has_clock", True)
     for _ in range(3):
         process._read(paces)
     assert (process._recall(paces) is not None) == is_recalled
@@ -133,6 +134,7 @@ def test_what_is_known_is_as_old_as_what_is_read(
     process = RateWindows(store, clock)
     monkeypatch.setattr(store, "read_windows", read)
     monkeypatch.setattr(store, "write_windows", lambda changes: None)
+    monkeypatch.setattr(type(store), "has_clock", True)
     paces = {stored_name(pace.name): pace for pace in ask.paces}
     for _ in range(2):
         process._read(paces)
@@ -142,6 +144,34 @@ def test_what_is_known_is_as_old_as_what_is_read(
     # The server's time is this at least, and at most later by what the answer took.
     assert recalled.now == told + timedelta(seconds=1.0)
     assert recalled.later == pytest.approx(0.02)
+
+
+def test_what_is_known_of_the_quickest_readings_makes_the_time_more_certain(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 ms away, half of what a call takes was lost of each window of a rate, twice."""
+    # Given a server that is 10 ms away each way, and now and then takes 4 ms to tell its time
+    store, clock = store_for(alias), SetClock()
+    slow = [0.0]
+
+    def read(names: Any) -> tuple[datetime, dict[str, str]]:
+        clock.advance(0.01 + slow[0])
+        told = clock.now()
+        clock.advance(0.01)
+        return told, dict.fromkeys(names, "0")
+
+    monkeypatch.setattr(store, "read_windows", read)
+    monkeypatch.setattr(type(store), "has_clock", True)
+    process, paces = RateWindows(store, clock), {stored_name(p.name): p for p in ask.paces}
+    # When it is asked again and again
+    first = process._read(paces)
+    for _ in range(windows._ENOUGH):
+        process._read(paces)
+    slow[0] = 0.004
+    last = process._read(paces)
+    # Then at first its time is known to within the whole of a call, later to what is out of turn
+    assert first.later == pytest.approx(0.02)
+    assert clock.now() - last.now == timedelta(seconds=0) and last.later == pytest.approx(0.004)
 
 
 def test_so_many_rates_are_remembered_and_no_more(
@@ -216,6 +246,7 @@ def test_a_start_counts_no_later_for_a_call_that_is_made_again(
         return read_then([name for name, _, _, _ in changes])
 
     monkeypatch.setattr(store, "read_windows", read_then)
+    monkeypatch.setattr(type(store), "has_clock", True)
     stamp = given(process, ask)
     # When its start is told in a call whose writes are refused twice, the first after half an hour
     monkeypatch.setattr(store, "write_windows", refuse)

@@ -57,11 +57,16 @@ class World:
 @dataclass
 class Rows:
     """The rows of rates in a database that takes its time for an answer, and tells its own at some
-    moment of that."""
+    moment of that; ``away`` are the seconds that each way takes at least."""
 
     clock: SetClock
     draw: random.Random
+    away: float
+    has_clock: bool
     rows: dict[str, str] = field(default_factory=dict)
+
+    def server_time(self) -> datetime:
+        return self.clock.now()
 
     def read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
         self._pass_time()
@@ -70,7 +75,7 @@ class Rows:
         return now, found
 
     def _pass_time(self) -> None:
-        self.clock.advance(self.draw.choice((0.0, 0.0, 0.005, 0.02)))
+        self.clock.advance(self.away + self.draw.choice((0.0, 0.0, 0.005, 0.02)))
 
     def insert_missing(self, rows: Sequence[RateWindow]) -> None:
         for row in rows:
@@ -174,7 +179,7 @@ def test_no_window_has_more_starts_where_the_time_of_a_server_is_only_nearly_kno
     wanted = rate(draw.choice(("5/s", "30/s", "2/s", "20/4s")))
     pace = Pace("rate", wanted.count, wanted.seconds, wanted.interval, wanted.ahead)
     world = World(draw, pace)
-    rows = Rows(world.clock, draw)
+    rows = Rows(world.clock, draw, draw.choice((0.0, 0.01)), has_clock=draw.random() < 0.8)
     world.workers = [Worker(world, rows) for _ in range(draw.randint(1, 4))]
     # When each of them is alone for a while, again and again
     for _ in range(STEPS // 5):

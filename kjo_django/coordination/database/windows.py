@@ -9,6 +9,7 @@ has written meanwhile, the refused write says what the rows say now.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -34,8 +35,9 @@ _AT_ONCE = 2
 _KNOWN_FOR = 5.0
 """Seconds after which the starts of a rate are read again, and the server's time with them."""
 _KNOWN_WITHIN = 1 / 20
-"""Of the window of a rate, how long the answer may have taken that told the server's time: half of
-that may it be wrong by."""
+"""Of the window of a rate, by how much the server's time may be uncertain that is gone by."""
+_ENOUGH = 32
+"""Readings after which it is known how long the quickest takes."""
 _MOST_KNOWN = 1_000
 """Rates of which a process knows what their rows say."""
 
@@ -46,11 +48,11 @@ class _Known(NamedTuple):
     starts: str
     read_at: float
     """When (monotonic) it was read last."""
-    took: float
-    """Seconds until it was read."""
     ahead: timedelta
-    """By how much the server's time was ahead of the monotonic clock then, as a time since the
-    epoch: the server's in the middle of the time it took."""
+    """By how much the server's time was ahead of the monotonic clock at least, as a time since the
+    epoch."""
+    later: float
+    """Seconds by which it may have been further ahead."""
     is_own: bool
     """Whether what was read then had been written by this process."""
 
@@ -59,16 +61,14 @@ class _Read(NamedTuple):
     """What a call goes by."""
 
     now: datetime
-    """The server's time."""
-    sent: float
-    """When (monotonic) it was asked for, or so it would have been: the time was told later."""
+    """The earliest that the server's time can be."""
     at: float
-    """When (monotonic) its answer came, or so it would have been."""
+    """When (monotonic) it was so."""
     starts: Mapping[str, str]
     """Of each rate, by the names of their rows."""
     later: float
-    """Seconds by which the server's time may be ahead of this one: by so much later than they came
-    starts count."""
+    """Seconds by which the server's time may be later: by so much later than they came starts
+    count."""
     is_known: bool
     """Whether nothing was read for it."""
 
@@ -80,6 +80,9 @@ class RateWindows:
         self._store = store
         self._clock = clock
         self._known: dict[str, _Known] = {}
+        self._read_count = 0
+        self._quickest = math.inf
+        """Seconds that the quickest reading has taken."""
 
     def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]:
         """Answer the asks in order; see ``starts.permit``.
@@ -98,8 +101,8 @@ class RateWindows:
                 pause = random.uniform(0, 0.002 * number)  # noqa: S311
                 self._clock.wait(threading.Event(), pause)
                 read = self._read(paces)
-            # The start of a permit lies as long before this reading as before the call, and more.
-            told = [_older(one, read.sent - called - read.later) for one in used]
+            # A start lies further back by now than when the call was made.
+            told = [_older(one, read.at - called - read.later) for one in used]
             answers, changed = self._permit(asks, told, paces, read)
             if changed is None:
                 elapsed = self._clock.monotonic() - read.at
@@ -127,18 +130,17 @@ class RateWindows:
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
         """Return what this process knows of these rates; None where another one may have used
         them, or the server's time is not known well enough."""
-        at, ahead, took = self._clock.monotonic(), timedelta(), 0.0
+        at, ahead, later = self._clock.monotonic(), timedelta(), 0.0
         starts: dict[str, str] = {}
         for name, pace in sorted(paces.items()):
             known = self._known.get(name)
             if known is None or not known.is_own or not 0 <= at - known.read_at < _KNOWN_FOR:
                 return None
-            if known.took > _KNOWN_WITHIN * pace.seconds:
+            if known.later > _KNOWN_WITHIN * pace.seconds:
                 return None
-            starts[name], ahead, took = known.starts, known.ahead, max(took, known.took)
-        # The server's time is this at least: what is known may be wrong by half of what it took.
-        now = _EPOCH + ahead + timedelta(seconds=at - took / 2)
-        return _Read(now, at, at, starts, took, is_known=True)
+            starts[name], ahead, later = known.starts, known.ahead, max(later, known.later)
+        now = _EPOCH + ahead + timedelta(seconds=at)
+        return _Read(now, at, starts, later, is_known=True)
 
     def _read(self, names: Collection[str]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
@@ -154,22 +156,35 @@ class RateWindows:
                 sent = self._clock.monotonic()
                 now, starts = self._store.read_windows(some)
             found |= starts
+        self._read_count += 1
+        self._quickest = min(self._quickest, self._clock.monotonic() - sent)
         return self._note(now, sent, found)
 
     def _note(self, now: datetime, sent: float, found: Mapping[str, str]) -> _Read:
-        """Remember what rows say.
+        """Remember what rows say, and between which bounds the server's time is.
+
+        It was told at some moment between question and answer. Of the quickest readings each way
+        takes half of the time, as clocks that are set over a network assume, and of none it takes
+        less than that.
 
         :param now: the server's time, as it was told in answer to what was sent then (monotonic).
         """
-        at = self._clock.monotonic()
-        ahead = now - _EPOCH - timedelta(seconds=(sent + at) / 2)
+        if not self._store.has_clock:
+            # It is this host's, and told at once.
+            sent, now = self._clock.monotonic(), self._store.server_time()
+        at, one_way = self._clock.monotonic(), 0.0
+        if self._store.has_clock and self._read_count >= _ENOUGH:
+            one_way = min(self._quickest, at - sent) / 2
+        now += timedelta(seconds=one_way)
+        later = at - sent - 2 * one_way
+        ahead = now - _EPOCH - timedelta(seconds=at)
         if len(self._known) + len(found) > _MOST_KNOWN:
             self._known.clear()
         for name, text in found.items():
             before = self._known.get(name)
             is_own = before is not None and before.starts == text
-            self._known[name] = _Known(text, at, at - sent, ahead, is_own)
-        return _Read(now, sent, at, found, 0.0, is_known=False)
+            self._known[name] = _Known(text, at, ahead, later, is_own)
+        return _Read(now, at, found, later, is_known=False)
 
     def _write(
         self, read: _Read, starts: Mapping[str, str], asked: Mapping[str, Pace]
