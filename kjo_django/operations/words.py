@@ -47,6 +47,7 @@ WORDS = frozenset(
     )
 )
 PATTERNS = (
+    *(_("keys (%s)"), _("ids (%s)"), _("the field %s")),
     _("the job is %s"),
     _("its job is %s"),
     _("it is %s already"),

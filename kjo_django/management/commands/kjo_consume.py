@@ -114,7 +114,7 @@ class Command(ParsedCommand):
             with use_database(database):
                 advice = missing_tables()
             if advice:
-                missing = f"{_('The tables of kjo_django are missing.')} {advice}"
+                missing = " ".join((_("The tables of kjo_django are missing."), advice))
                 if options["drain"]:
                     raise CommandError(missing)
                 # It begins all the same, and works once they are there.

@@ -177,7 +177,7 @@ def _rows(names: list[str]) -> list[Schedule]:
         if name not in found:
             every = known.values_list("name", flat=True)
             hint = did_you_mean(name, every, _("See kjo_schedule list."))
-            raise ValueError(f"{_('No schedule is named %r.') % name} {hint}")
+            raise ValueError(" ".join((_("No schedule is named %r.") % name, hint)))
     return [found[name] for name in dict.fromkeys(names)]
 
 
