@@ -71,12 +71,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _number(check: Callable[[Any], Any], fault: str, **limits: object) -> Callable[[str], float]:
+def _number(check: Callable[[Any], Any], fault: str, **limits: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             return float(check(float(text)))
         except ValueError:
-            raise ArgumentTypeError(_(fault) % {"text": text, **limits}) from None
+            shown = {name: grouped(value) for name, value in limits.items()}
+            raise ArgumentTypeError(_(fault) % {"text": text, **shown}) from None
 
     return read
 
@@ -85,13 +86,13 @@ rate = _number(
     checked_rate,
     gettext_noop("%(text)r is no number from %(least)s to %(most)s a second"),
     least=RATE_MIN,
-    most=f"{RATE_MAX:,}",
+    most=RATE_MAX,
 )
 share = _number(number(0, 1), gettext_noop("%(text)r is no number from 0 to 1"))
 seconds = _number(
     number(1e-9, LONGEST.total_seconds()),
     gettext_noop("%(text)r is no number of seconds above 0 and up to %(most)s days"),
-    most=f"{LONGEST.days:,}",
+    most=LONGEST.days,
 )
 """A century at most: no thread can wait longer."""
 

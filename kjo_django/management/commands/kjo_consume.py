@@ -24,6 +24,7 @@ from kjo_django.management.commands._shared import (
     seconds,
 )
 from kjo_django.operations.monitoring.health import missing_tables
+from kjo_django.operations.words import grouped
 from kjo_django.runtime import database_of, jobs_database, refuse_elsewhere, use_database
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
@@ -206,7 +207,7 @@ def _weighted(given: list[str]) -> tuple[list[str], dict[str, float]]:
                 "%(text)r: the weight of a queue must be a whole number from 1 to %(most)s, "
                 "not %(weight)r."
             )
-            raise ValueError(fault % {"text": text, "most": f"{MOST_WEIGHT:,}", "weight": weight})
+            raise ValueError(fault % {"text": text, "most": grouped(MOST_WEIGHT), "weight": weight})
         if name in names:
             raise ValueError(_("The queue %r is named twice.") % name)
         names.append(name)
