@@ -18,7 +18,7 @@ from django.utils.translation import ngettext
 
 from kjo_django.clock import CLOCK
 from kjo_django.messages.serializers import one_line
-from kjo_django.operations.words import grouped
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import Runtime, transport_class
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit

@@ -26,7 +26,7 @@ from kjo_django.models import DeadLetterState
 from kjo_django.operations import jobs, schedules
 from kjo_django.operations.maintenance.prune import Retention, prune
 from kjo_django.operations.monitoring import health
-from kjo_django.operations.words import PATTERNS, WORDS, word
+from kjo_django.operations.translations import PATTERNS, TEXTS, translated
 from kjo_django.personal_data import erasure
 from kjo_django.schedules.shown import ScheduleState
 from kjo_django.states import JobStatus, WorkflowState
@@ -191,7 +191,7 @@ def bare_texts(source: str) -> set[str]:
 )
 def test_every_value_that_a_command_prints_has_a_word(values: Any) -> None:
     texts = {str(getattr(each, "value", each)) for each in values}
-    assert texts - WORDS == set()
+    assert texts - TEXTS == set()
 
 
 @pytest.mark.django_db
@@ -199,24 +199,24 @@ def test_every_kind_of_row_that_is_pruned_or_erased_has_a_word(settings: Any) ->
     with on_memory(settings):
         kinds = prune(Retention.of_settings(), dry_run=True)
     assert kinds
-    assert kinds.keys() - WORDS == set()
+    assert kinds.keys() - TEXTS == set()
     reasons = {getattr(erasure, name) for name in ("OPEN_JOBS", "STEPS", "KEPT_WORKFLOWS")}
     reasons |= {erasure.WAITING_MESSAGES, erasure.SCHEDULES}
-    assert reasons - WORDS == set()
+    assert reasons - TEXTS == set()
     with translation.override("de"):
         report = erasure.Report(is_dry_run=True, mode=erasure.Mode.DELETE)
         report.kept[erasure.SCHEDULES], report.unreadable["jobs"] = 1, 2
         left = erasure.left(report)
         assert len(left) == 6
-        assert [text for text in left if word(text) == text] == []
+        assert [text for text in left if translated(text) == text] == []
 
 
 def test_a_word_is_translated_and_a_name_is_not() -> None:
     with translation.override("de"):
-        assert word("cancelled") == "abgebrochen"
-        assert word("the job is completed") == "der Job ist abgeschlossen"
-        assert word("orders") == "orders"
-    assert [word(text) for text in (*WORDS, *PATTERNS)] == [*WORDS, *PATTERNS]
+        assert translated("cancelled") == "abgebrochen"
+        assert translated("the job is completed") == "der Job ist abgeschlossen"
+        assert translated("orders") == "orders"
+    assert [translated(text) for text in (*TEXTS, *PATTERNS)] == [*TEXTS, *PATTERNS]
 
 
 # --- What people read -----------------------------------------------------------------------------

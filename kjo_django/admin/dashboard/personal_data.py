@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy, gettext_noop
 
 from kjo_django.admin.dashboard.page import Page, Screen
 from kjo_django.models import Job
-from kjo_django.operations.words import word
+from kjo_django.operations.translations import translated
 from kjo_django.personal_data.erasure import (
     MAX_REFERENCE,
     Mode,
@@ -90,7 +90,7 @@ def show(page: Page) -> HttpResponse:
         options = {**form.cleaned_data, "actor": page.actor, "dry_run": True}
         if (row := page.attempt(lambda: start_erasure(**options))) is not None:
             return _asked(page, row, gettext_noop("Looking for the person."))
-    rows = [_in_words(row) for row in newest(SHOWN)]
+    rows = [_translated(row) for row in newest(SHOWN)]
     context = {"form": form, "rows": rows, "shown": SHOWN}
     return page.show(
         "erasures.html", context, controls="person_form.html", title=_("Personal data")
@@ -99,7 +99,7 @@ def show(page: Page) -> HttpResponse:
 
 def show_one(page: Page, job: UUID) -> HttpResponse:
     """Show one request and its report."""
-    return page.show("erasure.html", {"row": _in_words(_find(job))}, title=_("Personal data"))
+    return page.show("erasure.html", {"row": _translated(_find(job))}, title=_("Personal data"))
 
 
 def erase(page: Page, job: UUID) -> HttpResponse:
@@ -118,9 +118,9 @@ def _find(job: UUID) -> dict[str, Any]:
     return found[0]
 
 
-def _in_words(row: dict[str, Any]) -> dict[str, Any]:
+def _translated(row: dict[str, Any]) -> dict[str, Any]:
     """Return a request as its reader's language says what the person was found by."""
-    return {**row, "found_by": ", ".join(map(word, row["found_by"].split(", ")))}
+    return {**row, "found_by": ", ".join(map(translated, row["found_by"].split(", ")))}
 
 
 def _asked(page: Page, row: Job, message: str) -> HttpResponse:

@@ -29,7 +29,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.management.console_log import logged_to_stderr
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
-from kjo_django.operations.words import grouped
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import UnknownDatabaseError, databases, use_database
 from kjo_django.values import LONGEST, number
 

@@ -8,7 +8,7 @@ from typing import Any
 from django.utils.translation import gettext as _
 
 from kjo_django.management.commands._shared import KjoCommand, seconds
-from kjo_django.operations.words import word
+from kjo_django.operations.translations import translated
 from kjo_django.patterns.events.idempotency import check_idempotency
 
 
@@ -37,4 +37,4 @@ class Command(KjoCommand):
             text = _("✅ %(name)s: PASSED")
             if not check["passed"]:
                 text = _("❌ %(name)s: FAILED (%(error)s)")
-            self.stdout.write(text % {**check, "name": word(check["name"])})
+            self.stdout.write(text % {**check, "name": translated(check["name"])})

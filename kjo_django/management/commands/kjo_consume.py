@@ -24,7 +24,7 @@ from kjo_django.management.commands._shared import (
     seconds,
 )
 from kjo_django.operations.monitoring.health import missing_tables
-from kjo_django.operations.words import grouped
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import database_of, jobs_database, refuse_elsewhere, use_database
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise

@@ -10,7 +10,7 @@ from typing import Any
 from django.utils.translation import gettext as _
 
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.personal_data.erasure import Mode, erase
 from kjo_django.personal_data.person import Person
 
@@ -62,7 +62,7 @@ class Command(KjoCommand):
         shows: dict[str, Any] = {}
 
         def on_read(kind: str, count: int) -> None:
-            shows.setdefault(kind, self.progress(word(kind)))(count, None)
+            shows.setdefault(kind, self.progress(translated(kind)))(count, None)
 
         report = erase(
             Person.parse(given),
@@ -89,9 +89,9 @@ class Command(KjoCommand):
         )
         lines = _lines(done, answer["erased"]) or [_("Nothing was found to erase.")]
         lines += _lines(kept, answer["kept"])
-        lines += [_("What remains:"), *(f"  {word(text)}" for text in answer["left"])]
+        lines += [_("What remains:"), *(f"  {translated(text)}" for text in answer["left"])]
         self.stdout.write("\n".join(lines))
 
 
 def _lines(text: str, counts: dict[str, int]) -> list[str]:
-    return [text % {"kind": word(kind), "count": grouped(n)} for kind, n in counts.items()]
+    return [text % {"kind": translated(kind), "count": grouped(n)} for kind, n in counts.items()]

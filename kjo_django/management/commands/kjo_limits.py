@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from kjo_django.limits import control
 from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.operations.actions import ACTIONS
-from kjo_django.operations.words import grouped
+from kjo_django.operations.translations import grouped
 from kjo_django.store.counting import COUNT_LIMIT
 
 ACTOR = "kjo_limits"

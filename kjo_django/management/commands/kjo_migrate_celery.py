@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from kjo_django.management.commands._shared import KjoCommand, plain
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 
 
 class Command(KjoCommand):
@@ -73,7 +73,7 @@ class Command(KjoCommand):
             if any(ends.values()):
                 text = _("%(kind)s: %(changed)s changed, %(left)s left")
                 numbers = {name: grouped(ends[name]) for name in ("changed", "left")}
-                self.stdout.write(text % {"kind": word(kind), **numbers})
+                self.stdout.write(text % {"kind": translated(kind), **numbers})
 
 
 def _state(answer: dict[str, Any]) -> str:

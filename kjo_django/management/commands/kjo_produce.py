@@ -30,7 +30,7 @@ from kjo_django.management.commands._shared import (
     seconds,
     using,
 )
-from kjo_django.operations.words import grouped
+from kjo_django.operations.translations import grouped
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every

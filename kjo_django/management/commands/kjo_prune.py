@@ -10,7 +10,7 @@ from django.utils.translation import gettext as _
 
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases, duration, using
 from kjo_django.operations.maintenance.prune import Retention, prune
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 
 RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "metrics")
 
@@ -39,7 +39,7 @@ class Command(KjoCommand):
         shows: dict[str, Any] = {}
 
         def progress(kind: str, count: int) -> None:
-            shows.setdefault(kind, self.progress(word(kind)))(count, None)
+            shows.setdefault(kind, self.progress(translated(kind)))(count, None)
 
         counts: Counter[str] = Counter()
         for database in chosen_databases(options):
@@ -52,4 +52,4 @@ class Command(KjoCommand):
         would, done = _("%(kind)s: %(count)s would be deleted"), _("%(kind)s: %(count)s deleted")
         for kind, count in answer["deleted"].items():
             text = would if answer["dry_run"] else done
-            self.stdout.write(text % {"kind": word(kind), "count": grouped(count)})
+            self.stdout.write(text % {"kind": translated(kind), "count": grouped(count)})

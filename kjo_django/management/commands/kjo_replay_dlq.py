@@ -11,7 +11,7 @@ from kjo_django.management.commands._shared import KjoCommand, instant, plain, p
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import refuse_elsewhere
 
 
@@ -110,7 +110,7 @@ class Command(KjoCommand):
             text = _("%s have taken effect before; they run again only with --force")
             self.stdout.write(text % grouped(answer["already_processed"]))
         for sample in answer["samples"]:
-            outcome, detail = word(sample["outcome"]), word(sample["detail"])
+            outcome, detail = translated(sample["outcome"]), translated(sample["detail"])
             self.stdout.write(plain(f"{outcome} {sample['id']}: {detail}"))
         if answer["stopped"]:
             self.stdout.write(self.style.ERROR(_("Stopped: %s") % answer["stopped"]))

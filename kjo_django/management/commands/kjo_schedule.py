@@ -14,7 +14,7 @@ from django.utils.translation import ngettext
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases, positive
 from kjo_django.models import Schedule
 from kjo_django.operations import schedules
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import Runtime, current_runtime, runtime_for
 from kjo_django.schedules import celery_beat, shown
 from kjo_django.schedules.declarations import declared, is_held
@@ -131,7 +131,7 @@ class Command(KjoCommand):
             text = ngettext("Stored %s jobs.", "Stored %s jobs.", answer["stored"])
             self.stdout.write(text % grouped(answer["stored"]))
         for result, count in answer.get("outcomes", {}).items():
-            self.stdout.write(f"{grouped(count)} {word(result)}")
+            self.stdout.write(f"{grouped(count)} {translated(result)}")
         for name, ticks in answer.get("next", {}).items():
             self.stdout.write(f"{name}:")
             for tick in ticks:
@@ -151,8 +151,8 @@ class Command(KjoCommand):
             when = row["cron"] or (_("every %s s") % row["every"] if row["every"] else row["at"])
             next_at = row["next_at"]
             shown = "-" if next_at is None else f"{next_at:%Y-%m-%d %H:%M:%S %Z}"
-            last = word(row["last_status"] or "-")
-            state = row["problem"] or word(row["state"])
+            last = translated(row["last_status"] or "-")
+            state = row["problem"] or translated(row["state"])
             table.append((row["name"], row["job"], when, shown, last, state))
         self.table(table)
 

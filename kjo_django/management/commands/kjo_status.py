@@ -12,7 +12,7 @@ from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.monitoring.status import COUNTED, status
 from kjo_django.operations.queues import overview
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import refuse_elsewhere
 
 
@@ -37,7 +37,7 @@ class Command(KjoCommand):
         """Print one line for each queue and worker."""
         heading = (
             _("queue"),
-            *map(word, COUNTED),
+            *map(translated, COUNTED),
             _("dead"),
             _("oldest dead"),
             _("lag"),

@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.maintenance import topics
-from kjo_django.operations.words import word
+from kjo_django.operations.translations import translated
 
 
 class Command(KjoCommand):
@@ -47,5 +47,7 @@ class Command(KjoCommand):
         for topic in answer["topics"]:
             count = topic["wanted_partitions" if topic["partitions"] is None else "partitions"]
             state = "; ".join(topic["differences"]) or _("as configured")
-            rows.append((topic["name"], topic["transport"], count, word(topic["action"]), state))
+            rows.append(
+                (topic["name"], topic["transport"], count, translated(topic["action"]), state)
+            )
         self.table(rows)

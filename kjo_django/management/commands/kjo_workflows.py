@@ -12,7 +12,7 @@ from kjo_django.models import Workflow
 from kjo_django.operations import workflows
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.search import running
-from kjo_django.operations.words import grouped, word
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.states import WorkflowState
 from kjo_django.workflows import lists
 
@@ -62,7 +62,9 @@ class Command(KjoCommand):
         """Print one line for each workflow, and for each stage of those asked for."""
         if answer["action"] in CHANGES:
             counts = answer["outcomes"].items()
-            self.stdout.write(", ".join(f"{grouped(n)} {word(result)}" for result, n in counts))
+            self.stdout.write(
+                ", ".join(f"{grouped(n)} {translated(result)}" for result, n in counts)
+            )
             return
         if answer["action"] == "list":
             self.table([_heading(), *map(_line, answer["workflows"])])
@@ -75,7 +77,9 @@ class Command(KjoCommand):
             stages = [("", _("handler"), _("queue"), _("steps"), _("states"), _("after"))]
             for stage in row["stages"]:
                 counts = stage["states"].items()
-                states = ", ".join(f"{grouped(count)} {word(state)}" for state, count in counts)
+                states = ", ".join(
+                    f"{grouped(count)} {translated(state)}" for state, count in counts
+                )
                 after = ", ".join(str(numbers[key]) for key in stage["requires"]) or "-"
                 place = str(numbers[stage["id"]])
                 what = stage["handler"], stage["queue"], grouped(stage["steps"])
@@ -95,7 +99,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     times = (
         f"{at:%Y-%m-%d %H:%M:%S}" if at else "-" for at in (row["created_at"], row["deadline"])
     )
-    named = row["name"], str(row["id"]), row["unique_id"] or "-", word(row["state"])
+    named = row["name"], str(row["id"]), row["unique_id"] or "-", translated(row["state"])
     return (*named, ended, grouped(row["failed"]), *times)
 
 

@@ -6,7 +6,7 @@ from django.utils.formats import number_format
 from django.utils.translation import gettext
 from django.utils.translation import gettext_noop as _
 
-WORDS = frozenset(
+TEXTS = frozenset(
     (
         # Kinds of rows
         *(_("jobs"), _("failed_jobs"), _("failures"), _("dead_letters"), _("open_dead_letters")),
@@ -62,13 +62,13 @@ def grouped(count: float) -> str:
     return number_format(count, force_grouping=True)
 
 
-def word(value: object) -> str:
-    """Return a text of ``WORDS`` or ``PATTERNS`` in the active language, any other unchanged."""
+def translated(value: object) -> str:
+    """Return a text of ``TEXTS`` or ``PATTERNS`` in the active language, any other unchanged."""
     text = str(value)
-    if text in WORDS:
+    if text in TEXTS:
         return gettext(text)
     for pattern in PATTERNS:
         start, _value, end = pattern.partition("%s")
         if text.startswith(start) and text.endswith(end) and len(text) > len(start) + len(end):
-            return gettext(pattern) % word(text[len(start) : len(text) - len(end)])
+            return gettext(pattern) % translated(text[len(start) : len(text) - len(end)])
     return text
