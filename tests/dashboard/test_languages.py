@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ DATA = re.compile(
             r"Reconcile the stock of one order with .* that it has\.",
             r"\b(?:queue:|job:)?(?:ledger|kjo_django)\b[._\w]*",
             r"\b(?:default|emails)\b",
-            r"\b(?:django-group|message-0|application/json|America/Argentina/ComodRivadavia)\b",
+            r"\b(?:django-group|message-\d+|application/json|America/Argentina/ComodRivadavia)\b",
             r"\b[0-9a-f]{8}[0-9a-f-]*",
             r"\w{3} \d+ \w{3} \d{4} [\d:]+ \S+|\d+ \w{3} [\d:]+",
             r"-dlq\b",
@@ -93,7 +92,7 @@ def shown(page: str) -> list[str]:
 
 
 @pytest.fixture
-def marked(settings: Any, tmp_path: Path) -> Iterator[None]:
+def marked(settings: Any, tmp_path: Path) -> None:
     """A language in which each text of ours stands between brackets."""
     texts = {
         msgid if plural is None else f"{msgid}\0{plural}": (
@@ -105,8 +104,6 @@ def marked(settings: Any, tmp_path: Path) -> Iterator[None]:
     catalogues.write_mo(file, texts, "nplurals=2; plural=(n != 1);")
     settings.LOCALE_PATHS = [tmp_path]
     settings.LANGUAGE_CODE = "eo"
-    yield
-    translation.trans_real._translations.pop("eo", None)  # type: ignore[attr-defined]
 
 
 def test_every_text_of_every_screen_is_translated(
