@@ -60,6 +60,7 @@ from django.conf import settings as django_settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import router
+from django.utils import translation
 from django.utils.module_loading import import_string
 
 from kjo_django import conf, registry, runtime
@@ -103,8 +104,10 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
 @checks.register(TAG, deploy=True)
 def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
-    is_wrong = any(message.is_serious() for message in check_settings())
-    return [] if is_wrong else [*deploy_checks(), *_warn_missing_tables()]
+    if any(message.is_serious() for message in check_settings()):
+        return []
+    with translation.override(None):  # as Django's checks, these are in English
+        return [*deploy_checks(), *_warn_missing_tables()]
 
 
 def _warn_missing_tables() -> Messages:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from django.db import connections
+from django.utils import translation
 
 T = TypeVar("T")
 
@@ -34,8 +35,9 @@ def answer_within(timeout: float, ask: Callable[[], T], *, share: Hashable = Non
         # A thread that was asking when this process was forked does not live here.
         if asked is None or not asked[0].is_alive():
             answer: Future[T] = Future()
-            # It works with the database of this thread.
-            run = functools.partial(contextvars.copy_context().run, _answer, answer, ask)
+            # It works with the database of this thread, and in its language.
+            language = translation.get_language()
+            run = functools.partial(contextvars.copy_context().run, _answer, answer, ask, language)
             asked = threading.Thread(target=run, name="kjo-probe", daemon=True), answer
             if share is not None:
                 _shared[share] = asked
@@ -59,9 +61,10 @@ def is_timeout(error: BaseException | None) -> bool:
     return False
 
 
-def _answer(answer: Future[Any], ask: Callable[[], Any]) -> None:
+def _answer(answer: Future[Any], ask: Callable[[], Any], language: str | None) -> None:
     try:
-        answer.set_result(ask())
+        with translation.override(language):
+            answer.set_result(ask())
     except Exception as error:
         answer.set_exception(error)
     finally:

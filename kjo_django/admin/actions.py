@@ -20,6 +20,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.operations.actions import Action, Input, Kind, Report
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.dead_letters import ReplayReport
+from kjo_django.operations.translations import translated
 
 Show = Callable[[str, int], None]
 """Shows a text on the next page, with a level of ``django.contrib.messages``."""
@@ -67,7 +68,7 @@ def _show_replay(show: Show, action: Action, report: ReplayReport) -> None:
     show(str(action.done % count), messages.SUCCESS if count else messages.WARNING)
     for reason, refused in report.refused.items():
         text = str(_("%(count)d refused: %(reason)s."))
-        show(text % {"count": refused, "reason": reason}, messages.WARNING)
+        show(text % {"count": refused, "reason": translated(reason)}, messages.WARNING)
     if report.failed:
         detail = report.samples[-1]["detail"] if report.samples else ""
         text = str(_("%(count)d could not be published and stay open: %(detail)s"))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.http import Http404
-from django.utils import timezone
+from django.utils import timezone, translation
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import serializers, status
 from rest_framework.exceptions import ValidationError
@@ -120,7 +120,8 @@ def read_health(view: KjoView) -> Response:
         limits["failure_rate"] = query["max_failure_rate"]
     if "max_idle" in query:
         limits["idle"] = timedelta(seconds=query["max_idle"])
-    checks = health(TIMEOUT, Thresholds(**limits))
+    with translation.override(None):  # as all of this API
+        checks = health(TIMEOUT, Thresholds(**limits))
     is_well = is_healthy(checks)
     answer = {"healthy": is_well, "timestamp": timezone.now(), "checks": checks}
     code = status.HTTP_200_OK if is_well else status.HTTP_503_SERVICE_UNAVAILABLE

@@ -7,6 +7,7 @@ from django import template
 from kjo_django.admin.dashboard import figures
 from kjo_django.admin.display import badge, show_text, show_traceback, show_value
 from kjo_django.operations.safe_text import inert
+from kjo_django.operations.translations import translated
 
 register = template.Library()
 register.filter("number", figures.number)
@@ -17,6 +18,7 @@ register.filter("size", figures.size)
 register.filter("moment", figures.moment)
 register.filter("age", figures.age)
 register.filter("inert", inert)
+register.filter("translated", translated)
 register.filter("text_block", show_text)
 register.filter("traceback_block", show_traceback)
 register.filter("value_block", show_value)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.messages.headers import listed
@@ -404,7 +405,7 @@ class Transport(abc.ABC):
 
         Raises ``PublishError`` with the reason when it cannot be reached.
         """
-        return "in process"
+        return _("in process")
 
 
 def timestamp_of(milliseconds: int) -> datetime | None:

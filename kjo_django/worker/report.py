@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 from django.utils import timezone
 from django.utils.timesince import timesince
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from kjo_django.clock import CLOCK
 from kjo_django.messages.serializers import one_line
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import Runtime, transport_class
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
@@ -65,41 +68,54 @@ def render(worker: Worker) -> str:
     """Return the report as text."""
     s = status_of(worker)
     hours, rest = divmod(int(s["uptime_seconds"]), 3600)
-    failures = s["failed"] + s["retried"]
-    for_good = f", {s['failed']:,} for good" if s["retried"] else ""
-    started = timezone.localtime(worker.statistics.started_at).strftime("%I:%M %p")
-    lines = [
-        f"{worker.name}: {', '.join(s['queues']) or 'no queues'}",
-        f"  Active Tasks:      {s['active']}/{s['concurrency']} "
-        f"({s['capacity_percent']:.2f}% capacity)",
-        f"  Queue Length:      {s['queue_length']:,} (waiting for slot)",
-        f"  Total Processed:   {s['processed']:,} ({s['per_minute']:.2f}/min average)",
-        f"  Success Rate:      {s['success_percent']:.1f}% ({failures:,} failures{for_good})",
-        f"  Uptime:            {hours:02}:{rest // 60:02}:{rest % 60:02} (started {started})",
-        f"  Active Partitions: {_partitions(s['partitions'])}",
-    ]
+    failures, uptime = s["failed"] + s["retried"], f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
+    counts = {name: grouped(s[name]) for name in ("queue_length", "processed", "failed")}
+    values = {**s, **counts, "failures": grouped(failures), "uptime": uptime}
+    values["started"] = timezone.localtime(worker.statistics.started_at).strftime("%I:%M %p")
+    success = ngettext(
+        "%(success_percent).1f%% (%(failures)s failures)",
+        "%(success_percent).1f%% (%(failures)s failures)",
+        failures,
+    )
+    if s["retried"]:
+        success = ngettext(
+            "%(success_percent).1f%% (%(failures)s failures, %(failed)s for good)",
+            "%(success_percent).1f%% (%(failures)s failures, %(failed)s for good)",
+            failures,
+        )
+    active = _("%(active)s/%(concurrency)s (%(capacity_percent).2f%% capacity)")
+    facts = {
+        _("Active Tasks:"): active % values,
+        _("Queue Length:"): _("%(queue_length)s (waiting for slot)") % values,
+        _("Total Processed:"): _("%(processed)s (%(per_minute).2f/min average)") % values,
+        _("Success Rate:"): success % values,
+        _("Uptime:"): _("%(uptime)s (started %(started)s)") % values,
+        _("Active Partitions:"): _partitions(s["partitions"]),
+    }
     if s["last_error"]:
         at = worker.last_error_at
-        lines.append(f'  Last Error:        "{one_line(s["last_error"])}"{_age(at) if at else ""}')
+        facts[_("Last Error:")] = f'"{one_line(s["last_error"])}"{_age(at) if at else ""}'
     if s["memory_bytes"]:
-        lines.append(f"  Memory Usage:      {_memory(s['memory_bytes'], s['memory_limit_bytes'])}")
-    return "\n".join(lines)
+        facts[_("Memory Usage:")] = _memory(s["memory_bytes"], s["memory_limit_bytes"])
+    width = max(map(len, facts))
+    lines = (f"  {label.ljust(width)} {text}" for label, text in facts.items())
+    return "\n".join((f"{worker.name}: {', '.join(s['queues']) or _('no queues')}", *lines))
 
 
 def _partitions(names: list[str]) -> str:
     """Return ``[0, 1]`` where all are of one topic, else each with its topic."""
     parts = [name.rstrip("]").rpartition("[") for name in names]
-    if len({topic for topic, _, _ in parts}) > 1:
+    if len({topic for topic, _bracket, _number in parts}) > 1:
         return f"[{', '.join(names)}]"
-    return f"[{', '.join(str(n) for n in sorted(int(number) for _, _, number in parts))}]"
+    return f"[{', '.join(str(n) for n in sorted(int(part[2]) for part in parts))}]"
 
 
 def _age(moment: datetime) -> str:
     seconds = int((CLOCK.now() - moment).total_seconds())
     if seconds < 60:
-        return f" ({seconds} second{'s' * (seconds != 1)} ago)"
+        return ngettext(" (%d second ago)", " (%d seconds ago)", seconds) % seconds
     # Django separates number and unit by a space that terminals may not know.
-    return f" ({timesince(moment)} ago)".replace("\xa0", " ")
+    return (_(" (%s ago)") % timesince(moment)).replace("\xa0", " ")
 
 
 def _memory(used: int, limit: int | None) -> str:
@@ -130,10 +146,13 @@ class StatusReporter:
         """Write what was started, in three lines or as one JSON object."""
         worker = self._worker
         facts, queues = start_of(worker), ", ".join(queue.name for queue in worker.queues)
-        # How far away its database is, and so how many there are, is not known yet.
-        lanes = f"{worker.concurrency} lanes{' or more' if worker.follows_distance else ''}"
-        what = f"Consuming {queues or 'no queues'} with {lanes} as {worker.name}"
-        announce(self._out, what, facts, as_json=self._as_json)
+        lanes = ngettext("%d lanes", "%d lanes", worker.concurrency) % worker.concurrency
+        text = _("Consuming %(queues)s with %(lanes)s as %(worker)s")
+        if worker.follows_distance:
+            # How far away its database is, and so how many there are, is not known yet.
+            text = _("Consuming %(queues)s with %(lanes)s or more as %(worker)s")
+        values = {"queues": queues or _("no queues"), "lanes": lanes, "worker": worker.name}
+        announce(self._out, text % values, facts, as_json=self._as_json)
 
     def report_if_due(self) -> None:
         """Write when it is time and something has happened."""
@@ -153,9 +172,16 @@ class StatusReporter:
             return
         (processed, failed, retried), worker = self._worker.statistics.totals(), self._worker
         lasted = timedelta(seconds=int(worker.statistics.uptime))
-        attempts = f"{processed:,} attempt{'s' * (processed != 1)}"
-        failures = f"{failed + retried:,} failed, {failed:,} for good"
-        self._out.write(f"{worker.name} stopped after {lasted}: {attempts}, {failures}.\n")
+        text = ngettext(
+            "%(worker)s stopped after %(time)s: %(count)s attempt, %(failed)s failed, "
+            "%(lost)s for good.",
+            "%(worker)s stopped after %(time)s: %(count)s attempts, %(failed)s failed, "
+            "%(lost)s for good.",
+            processed,
+        )
+        values = {"worker": worker.name, "time": lasted, "count": grouped(processed)}
+        values |= {"failed": grouped(failed + retried), "lost": grouped(failed)}
+        self._out.write(f"{text % values}\n")
 
     def report(self) -> None:
         """Write a report."""
@@ -220,17 +246,24 @@ def _versions() -> dict[str, str]:
 
 
 def _announcement(what: str, facts: dict[str, Any]) -> str:
-    release = f", release {facts['release']}" if facts["release"] else ""
-    duties = {"relays": "relays jobs", "stores_schedules": "stores the jobs of schedules"}
+    service = (
+        _("Service %(service)s, release %(release)s")
+        if facts["release"]
+        else _("Service %(service)s")
+    )
+    duties = {"relays": _("relays jobs"), "stores_schedules": _("stores the jobs of schedules")}
+    transport = _("transport %(name)s: %(kind)s")
+    kinds = facts["transports"].items()
     backends = (
-        f"database: {facts['database']}",
-        *(f"transport {name}: {kind}" for name, kind in facts["transports"].items()),
-        f"coordination: {facts['coordination']}",
+        service % facts,
+        _("database: %s") % facts["database"],
+        *(transport % {"name": name, "kind": kind} for name, kind in kinds),
+        _("coordination: %s") % facts["coordination"],
         *(text for name, text in duties.items() if facts.get(name)),
     )
     lines = (
-        f"{what}. Stop with Ctrl-C.",
-        f"Service {facts['service']}{release}; {'; '.join(backends)}",
+        _("%s. Stop with Ctrl-C.") % what,
+        "; ".join(backends),
         ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
     )
     return "\n  ".join(map(one_line, lines))

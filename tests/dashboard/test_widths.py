@@ -145,17 +145,37 @@ def signed_in(chrome: Chrome, live_server: Any, everybody: Any) -> Chrome:
     return chrome
 
 
+QUERIES = {
+    "replay": "?fingerprint=0123456789abcdef",
+    "discard": "?all=1",
+    "schedule_preview": "?cron=0+3+*+*+*",
+    "jobs_all": f"?q=queue:{QUEUE}",
+}
+
+
+def address_of(screen: str, arguments: dict[str, tuple[Any, ...]]) -> str:
+    """Return the address of a screen with its query.
+
+    :param arguments: those of the addresses that take some, by screen.
+    """
+    return url(screen, *arguments.get(screen, ())) + QUERIES.get(screen, "")
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("language", ["en-us", "de", "es"])
 def test_no_screen_is_wider_than_the_window_and_no_table_is_cut_off(
-    signed_in: Chrome, live_server: Any, long_names: dict[str, tuple[Any, ...]]
+    signed_in: Chrome,
+    live_server: Any,
+    long_names: dict[str, tuple[Any, ...]],
+    settings: Any,
+    language: str,
 ) -> None:
-    queries = {"replay": f"?fingerprint={'0123456789abcdef'}", "discard": "?all=1"}
-    queries |= {"schedule_preview": "?cron=0+3+*+*+*", "jobs_all": f"?q=queue:{QUEUE}"}
+    settings.LANGUAGE_CODE = language
     found = []
     for screen in SCREENS:
         if screen.is_action:
             continue
-        path = url(screen.name, *long_names.get(screen.name, ())) + queries.get(screen.name, "")
+        path = address_of(screen.name, long_names)
         signed_in.get(f"{live_server.url}{path}")
         assert signed_in.find_elements("id", "content-main"), path
         for width, scheme in LOOKS:

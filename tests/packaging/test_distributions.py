@@ -119,6 +119,7 @@ def test_the_sdist_has_what_the_wheel_is_built_of(built: dict[str, Path]) -> Non
         "LICENSE",
         "docs/index.md",
         "kjo_django/py.typed",
+        *(f"kjo_django/locale/{each}/LC_MESSAGES/django.mo" for each in ("de", "es")),
     } <= names
 
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from django.http import HttpResponse
+from django.utils.translation import get_language, gettext_lazy, ngettext
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.charts import Chart, Line
 from kjo_django.admin.dashboard.figures import (
@@ -165,7 +165,7 @@ def show(page: Page) -> HttpResponse:
     figures = shared("overview", overview.overview)
     length = RANGES[chosen_range(page)][1]
     checks: list[health.Check] = shared(
-        "health", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
+        f"health:{get_language()}", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
     )
     verdict = _verdict(page, figures, checks)
     return page.show(

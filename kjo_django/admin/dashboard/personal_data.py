@@ -12,10 +12,11 @@ from uuid import UUID
 from django import forms
 from django.http import Http404, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, gettext_noop
 
 from kjo_django.admin.dashboard.page import Page, Screen
 from kjo_django.models import Job
+from kjo_django.operations.translations import translated
 from kjo_django.personal_data.erasure import (
     MAX_REFERENCE,
     Mode,
@@ -88,8 +89,9 @@ def show(page: Page) -> HttpResponse:
     if page.request.method == "POST" and form.is_valid():
         options = {**form.cleaned_data, "actor": page.actor, "dry_run": True}
         if (row := page.attempt(lambda: start_erasure(**options))) is not None:
-            return _asked(page, row, _("Looking for the person."))
-    context = {"form": form, "rows": newest(SHOWN), "shown": SHOWN}
+            return _asked(page, row, gettext_noop("Looking for the person."))
+    rows = [_translated(row) for row in newest(SHOWN)]
+    context = {"form": form, "rows": rows, "shown": SHOWN}
     return page.show(
         "erasures.html", context, controls="person_form.html", title=_("Personal data")
     )
@@ -97,7 +99,7 @@ def show(page: Page) -> HttpResponse:
 
 def show_one(page: Page, job: UUID) -> HttpResponse:
     """Show one request and its report."""
-    return page.show("erasure.html", {"row": _find(job)}, title=_("Personal data"))
+    return page.show("erasure.html", {"row": _translated(_find(job))}, title=_("Personal data"))
 
 
 def erase(page: Page, job: UUID) -> HttpResponse:
@@ -106,7 +108,7 @@ def erase(page: Page, job: UUID) -> HttpResponse:
     started = page.attempt(lambda: start_counted(row, actor=page.actor))
     if started is None:
         return page.back("erasure", job)
-    return _asked(page, started, _("Erasing what was found."))
+    return _asked(page, started, gettext_noop("Erasing what was found."))
 
 
 def _find(job: UUID) -> dict[str, Any]:
@@ -116,9 +118,15 @@ def _find(job: UUID) -> dict[str, Any]:
     return found[0]
 
 
+def _translated(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a request as its reader's language says what the person was found by."""
+    return {**row, "found_by": ", ".join(map(translated, row["found_by"].split(", ")))}
+
+
 def _asked(page: Page, row: Job, message: str) -> HttpResponse:
+    """Show a message in the operator's language; the log has it in English."""
     page.audit(f"{message} Found by {_find(row.pk)['found_by']}.")([row])
-    page.message(message)
+    page.message(_(message))
     return HttpResponseRedirect(page.url("erasure", row.pk))
 
 

@@ -15,8 +15,8 @@ from uuid import UUID
 
 from django.http import HttpResponse
 from django.utils import timezone
+from django.utils.translation import get_language, gettext_lazy, ngettext
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.page import Page, Screen, shared
@@ -329,7 +329,7 @@ def _arguments(row: ProcessedEvent, jobs: dict[str, Job], arguments: dict[Any, s
 def show_status(page: Page) -> HttpResponse:
     """Return every check."""
     checks: list[health.Check] = shared(
-        "status", lambda: health.health(CHECKS_TIMEOUT), CHECKS_TIMEOUT
+        f"status:{get_language()}", lambda: health.health(CHECKS_TIMEOUT), CHECKS_TIMEOUT
     )
     broken = sum(not check.ok and not check.is_unknown for check in checks)
     unknown = sum(check.is_unknown for check in checks)

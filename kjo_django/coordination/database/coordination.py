@@ -35,6 +35,7 @@ from django.db import (
     transaction,
 )
 from django.db.models import F, QuerySet
+from django.utils.translation import gettext
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import (
@@ -396,7 +397,9 @@ class DatabaseCoordination(Coordination):
 
         def look() -> str:
             self._leases.exists()
-            return f"{connections[self.database].display_name} database {self.database!r}"
+            vendor = connections[self.database].display_name
+            names = {"vendor": vendor, "alias": self.database}
+            return gettext("%(vendor)s database %(alias)r") % names
 
         try:
             return answer_within(timeout, look)

@@ -20,13 +20,16 @@ from django.core.management.base import (
     DjangoHelpFormatter,
 )
 from django.db import DatabaseError, InterfaceError
-from django.utils import timezone
+from django.utils import timezone, translation
 from django.utils.dateparse import parse_datetime
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop
 
 from kjo_django.exceptions import KjoError
 from kjo_django.management.console_log import logged_to_stderr
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import UnknownDatabaseError, databases, use_database
 from kjo_django.values import LONGEST, number
 
@@ -38,11 +41,11 @@ def duration(text: str) -> timedelta:
     """Read ``90s``, ``15m``, ``2h``, ``7d``, ``1w``; a bare number counts seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip().lower())
     if match is None:
-        raise ArgumentTypeError(f"{text!r} is not a duration; write 90s, 15m, 2h, 7d or 1w")
+        raise ArgumentTypeError(_("%r is not a duration; write 90s, 15m, 2h, 7d or 1w") % text)
     try:
         return timedelta(**{_UNITS[match[2] or "s"]: float(match[1])})
     except OverflowError:
-        raise ArgumentTypeError(f"{text!r} is too long a time") from None
+        raise ArgumentTypeError(_("%r is too long a time") % text) from None
 
 
 def instant(text: str) -> datetime:
@@ -57,32 +60,39 @@ def instant(text: str) -> datetime:
         return found
     except (ArgumentTypeError, OverflowError, ValueError):
         raise ArgumentTypeError(
-            f"{text!r} is not a time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
+            _("%r is not a time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)") % text
         ) from None
 
 
 def positive(text: str) -> int:
     """Read a whole number above 0."""
     if not text.isdigit() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise ArgumentTypeError(_("%r is not a whole number above 0") % text)
     return int(text)
 
 
-def _number(check: Callable[[Any], Any], what: str) -> Callable[[str], float]:
+def _number(check: Callable[[Any], Any], fault: str, **limits: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             return float(check(float(text)))
         except ValueError:
-            raise ArgumentTypeError(f"{text!r} is no {what}") from None
+            shown = {name: grouped(value) for name, value in limits.items()}
+            raise ArgumentTypeError(_(fault) % {"text": text, **shown}) from None
 
     return read
 
 
-rate = _number(checked_rate, f"number from {RATE_MIN} to {RATE_MAX:,} a second")
-share = _number(number(0, 1), "number from 0 to 1")
+rate = _number(
+    checked_rate,
+    gettext_noop("%(text)r is no number from %(least)s to %(most)s a second"),
+    least=RATE_MIN,
+    most=RATE_MAX,
+)
+share = _number(number(0, 1), gettext_noop("%(text)r is no number from 0 to 1"))
 seconds = _number(
     number(1e-9, LONGEST.total_seconds()),
-    f"number of seconds above 0 and up to {LONGEST.days:,} days",
+    gettext_noop("%(text)r is no number of seconds above 0 and up to %(most)s days"),
+    most=LONGEST.days,
 )
 """A century at most: no thread can wait longer."""
 
@@ -177,7 +187,8 @@ def chosen_databases(options: dict[str, Any]) -> list[str]:
 
 
 class KjoCommand(ParsedCommand):
-    """A command that delegates: ``run`` answers, ``show`` prints it, ``--json`` prints it raw.
+    """A command that delegates: ``run`` answers, ``show`` prints it in the active language,
+    ``--json`` prints it raw, in English.
 
     Exit codes: 0 done, 1 something is not well or was refused by a server, 2 wrong usage.
     """
@@ -191,6 +202,10 @@ class KjoCommand(ParsedCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run, print, and exit with 1 when it is not well."""
+        with translation.override(None) if options["json"] else nullcontext():
+            self._handle(options)
+
+    def _handle(self, options: dict[str, Any]) -> None:
         self._has_open_line = False
         try:
             with command_errors():
@@ -234,9 +249,9 @@ class KjoCommand(ParsedCommand):
                 return
             last[0] = time.monotonic()
             is_terminal = self.stderr.isatty()
-            of = f" of {total:,}" if total is not None else ""
+            of = _(" of %s") % grouped(total) if total is not None else ""
             start = "\r" if is_terminal else ""
-            text = f"{start}{what}: {done:,}{of}"
+            text = f"{start}{what}: {grouped(done)}{of}"
             self.stderr.write(text, self.style.NOTICE, ending="" if is_terminal else "\n")
             self._has_open_line = is_terminal
 

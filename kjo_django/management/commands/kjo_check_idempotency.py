@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import KjoCommand, seconds
+from kjo_django.operations.translations import translated
 from kjo_django.patterns.events.idempotency import check_idempotency
 
 
@@ -31,5 +34,7 @@ class Command(KjoCommand):
     def show(self, answer: Any) -> None:
         """Print one line for each number."""
         for check in answer["checks"]:
-            end = "✅ {name}: PASSED" if check["passed"] else "❌ {name}: FAILED ({error})"
-            self.stdout.write(end.format_map(check))
+            text = _("✅ %(name)s: PASSED")
+            if not check["passed"]:
+                text = _("❌ %(name)s: FAILED (%(error)s)")
+            self.stdout.write(text % {**check, "name": translated(check["name"])})

@@ -12,6 +12,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.utils import autoreload
+from django.utils.translation import gettext as _
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
@@ -23,6 +24,7 @@ from kjo_django.management.commands._shared import (
     seconds,
 )
 from kjo_django.operations.monitoring.health import missing_tables
+from kjo_django.operations.translations import grouped
 from kjo_django.runtime import database_of, jobs_database, refuse_elsewhere, use_database
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
@@ -87,15 +89,16 @@ class Command(ParsedCommand):
             for name in options["queues"]:
                 # Of messages of other services, dead letters would be made.
                 if not get_settings().queue(known_queue(name)).consume:
-                    where = f"KJO['QUEUES'][{name!r}]"
                     raise ValueError(
-                        f"{where} has consume=False: this service only publishes to it."
+                        _("KJO['QUEUES'][%r] has consume=False: this service only publishes to it.")
+                        % name
                     )
             if path := options["heartbeat_file"]:
                 try:
                     Path(path).touch()
                 except OSError as error:
-                    message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
+                    text = _("--heartbeat-file %(path)s cannot be written: %(error)s")
+                    message = text % {"path": path, "error": error.strerror}
                     raise ValueError(message) from error
             served = _by_database(options)
             if options["reload"]:
@@ -112,7 +115,7 @@ class Command(ParsedCommand):
             with use_database(database):
                 advice = missing_tables()
             if advice:
-                missing = f"The tables of kjo_django are missing. {advice}"
+                missing = " ".join((_("The tables of kjo_django are missing."), advice))
                 if options["drain"]:
                     raise CommandError(missing)
                 # It begins all the same, and works once they are there.
@@ -200,10 +203,13 @@ def _weighted(given: list[str]) -> tuple[list[str], dict[str, float]]:
         elif weight.isdecimal() and 1 <= int(weight) <= MOST_WEIGHT:
             weights[name] = int(weight)
         else:
-            wanted = f"a whole number from 1 to {MOST_WEIGHT:,}"
-            raise ValueError(f"{text!r}: the weight of a queue must be {wanted}, not {weight!r}.")
+            fault = _(
+                "%(text)r: the weight of a queue must be a whole number from 1 to %(most)s, "
+                "not %(weight)r."
+            )
+            raise ValueError(fault % {"text": text, "most": grouped(MOST_WEIGHT), "weight": weight})
         if name in names:
-            raise ValueError(f"The queue {name!r} is named twice.")
+            raise ValueError(_("The queue %r is named twice.") % name)
         names.append(name)
     return names, weights
 
@@ -213,18 +219,22 @@ def _interval(text: str) -> float:
     try:
         return 0.0 if float(text) == 0 else seconds(text)
     except (ValueError, ArgumentTypeError):
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds; 0 for none") from None
+        raise ArgumentTypeError(_("%r is not a number of seconds; 0 for none") % text) from None
 
 
 def _check_reloading(processes: int, served: Iterable[str]) -> None:
     if processes > 1:
-        raise ValueError("--reload goes with a single process; leave --processes out.")
+        raise ValueError(_("--reload goes with a single process; leave --processes out."))
     if len(aliases := list(served)) > 1:
-        raise ValueError(f"--reload goes with one --database of {', '.join(aliases)}.")
+        raise ValueError(_("--reload goes with one --database of %s.") % ", ".join(aliases))
 
 
 def _check_pinning(processes: int) -> None:
     if processes == 1:
-        raise ValueError("--pin goes with --processes above 1; pin a single process with taskset.")
+        raise ValueError(
+            _("--pin goes with --processes above 1; pin a single process with taskset.")
+        )
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError(f"--pin does not work on {sys.platform}: no process can be pinned there.")
+        raise ValueError(
+            _("--pin does not work on %s: no process can be pinned there.") % sys.platform
+        )

@@ -7,7 +7,10 @@ import sys
 from argparse import ArgumentParser
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.personal_data.erasure import Mode, erase
 from kjo_django.personal_data.person import Person
 
@@ -45,18 +48,21 @@ class Command(KjoCommand):
         """Erase, or count with ``--dry-run``."""
         if len(chosen := chosen_databases(options)) > 1:
             raise ValueError(
-                "The person may have rows in each of several databases: run it for each --database "
-                f"of {', '.join(chosen)}."
+                _(
+                    "The person may have rows in each of several databases: run it for each "
+                    "--database of %s."
+                )
+                % ", ".join(chosen)
             )
         given: Any = {name: options[name] for name in ("keys", "ids", "fields")}
         if options["stdin"] and any(given.values()):
-            raise ValueError("--stdin replaces --key, --id and --field; do not give both")
+            raise ValueError(_("--stdin replaces --key, --id and --field; do not give both"))
         if options["stdin"]:
             given = json.load(sys.stdin)
         shows: dict[str, Any] = {}
 
         def on_read(kind: str, count: int) -> None:
-            shows.setdefault(kind, self.progress(kind))(count, None)
+            shows.setdefault(kind, self.progress(translated(kind)))(count, None)
 
         report = erase(
             Person.parse(given),
@@ -71,10 +77,21 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print the counts, and what is left."""
-        done = "redacted" if answer["mode"] == Mode.REDACT else "deleted or emptied"
-        verb = f"would be {done}" if answer["dry_run"] else done
-        lines = [f"{kind}: {count:,} {verb}" for kind, count in answer["erased"].items()]
-        lines = lines or ["Nothing was found to erase."]
-        lines += [f"{reason}: {count:,} kept" for reason, count in answer["kept"].items()]
-        lines += ["What remains:", *(f"  {text}" for text in answer["left"])]
+        texts = {
+            (False, False): _("%(kind)s: %(count)s deleted or emptied"),
+            (False, True): _("%(kind)s: %(count)s would be deleted or emptied"),
+            (True, False): _("%(kind)s: %(count)s redacted"),
+            (True, True): _("%(kind)s: %(count)s would be redacted"),
+        }
+        done, kept = (
+            texts[answer["mode"] == Mode.REDACT, answer["dry_run"]],
+            _("%(kind)s: %(count)s kept"),
+        )
+        lines = _lines(done, answer["erased"]) or [_("Nothing was found to erase.")]
+        lines += _lines(kept, answer["kept"])
+        lines += [_("What remains:"), *(f"  {translated(text)}" for text in answer["left"])]
         self.stdout.write("\n".join(lines))
+
+
+def _lines(text: str, counts: dict[str, int]) -> list[str]:
+    return [text % {"kind": translated(kind), "count": grouped(n)} for kind, n in counts.items()]

@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import (
     KjoCommand,
     duration,
@@ -52,11 +54,12 @@ class Command(KjoCommand):
     def show(self, answer: Any) -> None:
         """Print a line for each check, and what to do."""
         styles = {True: self.style.SUCCESS, False: self.style.ERROR, None: self.style.WARNING}
-        words = {True: "ok", False: "FAILED", None: "skipped"}
+        words, warning = {True: _("ok"), False: _("FAILED"), None: _("skipped")}, _("warning")
+        width = max(map(len, (*words.values(), warning)))
         for check in answer["checks"]:
-            word = styles[check["ok"]](words[check["ok"]].ljust(7))
+            word = styles[check["ok"]](words[check["ok"]].ljust(width))
             if check["ok"] and check["fix"]:
-                word = self.style.WARNING("warning")
+                word = self.style.WARNING(warning.ljust(width))
             self.stdout.write(f"{word}  {check['name'].ljust(12)}  {check['detail']}")
             if check["fix"]:
-                self.stdout.write(f"{'':23}{check['fix']}")
+                self.stdout.write(f"{'':{width + 16}}{check['fix']}")

@@ -6,9 +6,12 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.limits import control
 from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.operations.actions import ACTIONS
+from kjo_django.operations.translations import grouped
 from kjo_django.store.counting import COUNT_LIMIT
 
 ACTOR = "kjo_limits"
@@ -66,13 +69,12 @@ class Command(KjoCommand):
     def show(self, answer: Any) -> None:
         """Print how many were changed, and one line for each limit."""
         if "changed" in answer:
-            count = answer["changed"]
-            changed = f"Changed {count:,}. Workers obey within two seconds."
-            self.stdout.write(changed if count else "Nothing was changed.")
+            changed = _("Changed %s. Workers obey within two seconds.") % grouped(answer["changed"])
+            self.stdout.write(changed if answer["changed"] else _("Nothing was changed."))
         if answer["limits"]:
-            self.table([HEADING, *map(_line, answer["limits"])])
+            self.table([_heading(), *map(_line, answer["limits"])])
         elif answer["action"] == "list":
-            self.stdout.write("There are no limits.")
+            self.stdout.write(_("There are no limits."))
 
 
 def _check(action: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
@@ -81,24 +83,30 @@ def _check(action: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
     :raises ValueError: it has not.
     """
     if given and action != "set":
-        raise ValueError(f"--{', --'.join(given)}: only set takes values, not {action}")
+        text = _("--%(options)s: only set takes values, not %(action)s")
+        raise ValueError(text % {"options": ", --".join(given), "action": action})
     if action == "list":
         return
     if not names or (action == "set" and len(names) > 1):
-        raise ValueError(f"{action} needs the name of a limit, queue:… or job:…")
+        raise ValueError(_("%s needs the name of a limit, queue:… or job:…") % action)
     if action == "set" and not given:
-        raise ValueError("set needs --rate, --burst or --concurrency")
+        raise ValueError(_("set needs --rate, --burst or --concurrency"))
 
 
-HEADING = ("name", "rate", "burst", "concurrency", "taken", "waiting", "declared", "set by")
+def _heading() -> tuple[str, ...]:
+    return (
+        *(_("name"), _("rate"), _("burst"), _("concurrency"), _("taken"), _("waiting")),
+        *(_("declared"), _("set by")),
+    )
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     declared = row["declared"]
-    texts = [f"{option} {declared[option]}" for option in control.OPTIONS if declared[option]]
+    texts = [f"{_(option)} {declared[option]}" for option in control.OPTIONS if declared[option]]
     numbers = ("burst", "concurrency", "taken_count")
-    counts = ("-" if row[name] is None else f"{row[name]:,}" for name in numbers)
-    waiting = f"{row['waiting_count']:,}{'+' if row['waiting_count'] >= COUNT_LIMIT else ''}"
+    counts = ("-" if row[name] is None else grouped(row[name]) for name in numbers)
+    is_capped = row["waiting_count"] >= COUNT_LIMIT
+    waiting = f"{grouped(row['waiting_count'])}{'+' if is_capped else ''}"
     return (
         *(row["name"], row["rate"] or "-", *counts, waiting),
         *(", ".join(texts) or "-", row["changed_by"] or "-"),

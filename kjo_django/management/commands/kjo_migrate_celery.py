@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from kjo_django.management.commands._shared import KjoCommand, plain
+from kjo_django.operations.translations import grouped, translated
 
 
 class Command(KjoCommand):
@@ -45,7 +48,7 @@ class Command(KjoCommand):
             from kjo_django.contrib.celery_codemod.migration import Migration
         except ModuleNotFoundError as error:
             raise ImproperlyConfigured(
-                f"{error}: to rewrite code, pip install 'kjo-django[migrate]'"
+                _("%s: to rewrite code, pip install 'kjo-django[migrate]'") % error
             ) from error
         migration = Migration([Path(path) for path in options["paths"]], options["exclude"])
         migration.rewrite()
@@ -60,23 +63,35 @@ class Command(KjoCommand):
             self.stdout.write(answer["diff"], ending="")
         for finding in answer["findings"]:
             self.stdout.write(
-                plain("{file}:{line}: {what}: {why}. To do: {to_do}.".format(**finding))
+                plain(_("{file}:{line}: {what}: {why}. To do: {to_do}.").format(**finding))
             )
         for path, why in answer["unreadable"].items():
-            self.stdout.write(plain(f"{path}: not read: {why}."))
+            text = _("%(path)s: not read: %(reason)s.")
+            self.stdout.write(plain(text % {"path": path, "reason": why}))
         self.stdout.write(_state(answer))
         for kind, ends in answer["counts"].items():
             if any(ends.values()):
-                self.stdout.write(f"{kind}: {ends['changed']:,} changed, {ends['left']:,} left")
+                text = _("%(kind)s: %(changed)s changed, %(left)s left")
+                numbers = {name: grouped(ends[name]) for name in ("changed", "left")}
+                self.stdout.write(text % {"kind": translated(kind), **numbers})
 
 
 def _state(answer: dict[str, Any]) -> str:
     """Return what has become of the files, in a sentence."""
-    count = f"{answer['files']:,} files"
-    if not answer["has_celery"]:
-        return f"No use of Celery in {count}."
-    changed = len(answer["changed_files"])
-    if answer["written"]:
-        return f"{changed:,} of {count} written."
-    why = "some could not be read" if answer["unreadable"] else "add --write to write them"
-    return f"{changed:,} of {count} would change; nothing was written: {why}."
+    files, changed = answer["files"], grouped(len(answer["changed_files"]))
+    text = ngettext(
+        "No use of Celery in %(files)s files.", "No use of Celery in %(files)s files.", files
+    )
+    if answer["has_celery"]:
+        text = _(
+            "%(changed)s of %(files)s files would change; nothing was written: add --write to "
+            "write them."
+        )
+        if answer["written"]:
+            text = _("%(changed)s of %(files)s files written.")
+        elif answer["unreadable"]:
+            text = _(
+                "%(changed)s of %(files)s files would change; nothing was written: some could not "
+                "be read."
+            )
+    return text % {"files": grouped(files), "changed": changed}

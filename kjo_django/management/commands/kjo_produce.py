@@ -15,6 +15,8 @@ from typing import Any
 from django.core.exceptions import FieldError, ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.utils.module_loading import import_string
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from kjo_django import registry
 from kjo_django.enqueue.definition import known_queue
@@ -28,6 +30,7 @@ from kjo_django.management.commands._shared import (
     seconds,
     using,
 )
+from kjo_django.operations.translations import grouped
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
@@ -79,10 +82,10 @@ class Command(ParsedCommand):
             producer = self._producer(options["names"])
             if producer is not None:
                 if options["once"] and options["interval"]:
-                    raise ValueError("--once and --interval exclude each other.")
+                    raise ValueError(_("--once and --interval exclude each other."))
                 self._produce(producer, read_criteria(options["criteria"]), options)
             elif options["criteria"] or options["interval"]:
-                raise ValueError("--criteria and --interval go with a producer.")
+                raise ValueError(_("--criteria and --interval go with a producer."))
             else:
                 self._relay(options)
 
@@ -94,10 +97,10 @@ class Command(ParsedCommand):
             found = import_string(names[0])
         except ImportError as error:
             hint = producer_hint(names[0])
-            text = f"{names[0]!r} cannot be imported: {error}. {hint}"
-            raise ValueError(text.rstrip()) from error
+            text = _("%(path)r cannot be imported: %(error)s.") % {"path": names[0], "error": error}
+            raise ValueError(f"{text} {hint}".rstrip()) from error
         if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
-            raise ValueError(f"{names[0]!r} is not an AbstractProducer.")
+            raise ValueError(_("%r is not an AbstractProducer.") % names[0])
         try:
             return found()
         except (ImproperlyConfigured, TypeError) as error:
@@ -121,12 +124,14 @@ class Command(ParsedCommand):
         ]
         relays = [relay for relay in made if relay.queues]
         if not relays:
-            self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
+            self.stdout.write(
+                _("Nothing to relay: these queues publish with the job's transaction.")
+            )
             return
         if options["once"]:
             self._relay_once(relays)
             if last_error:
-                raise CommandError(f"Not all of it was taken: {last_error[0]}")
+                raise CommandError(_("Not all of it was taken: %s") % last_error[0])
             return
         for number in STOP:
             signal.signal(number, lambda *_: _stop(relays))
@@ -134,13 +139,15 @@ class Command(ParsedCommand):
             self._announce(relay, as_json=options["json"])
         self.stdout.flush()
         have_all_stopped = _run(relays)
-        self.stdout.write(f"Stopped after {_published(relays)} messages.")
+        count = _published(relays)
+        text = ngettext("Stopped after %d messages.", "Stopped after %d messages.", count)
+        self.stdout.write(text % count)
         if not have_all_stopped:
             sys.exit(THREAD_DIED)
 
     def _announce(self, relay: Relay, *, as_json: bool) -> None:
         """Say what a relay publishes."""
-        what, runtime = f"Relaying {', '.join(relay.queues)}", relay.runtime
+        what, runtime = _("Relaying %s") % ", ".join(relay.queues), relay.runtime
         used = {runtime.settings.queue(name).transport for name in relay.queues}
         facts = {"queues": relay.queues, **surroundings(runtime, used)}
         announce(self.stdout, what, facts, as_json=as_json)
@@ -151,9 +158,10 @@ class Command(ParsedCommand):
             ClockCheck(relay.runtime).work()
             with using(relay.runtime.database):
                 left += relay.publish_all()
-        self.stdout.write(f"Published {_published(relays)}.")
+        self.stdout.write(_("Published %d.") % _published(relays))
         if left:
-            self.stdout.write(f"Another relay publishes, and was left: {', '.join(left)}.")
+            text = _("Another relay publishes, and was left: %s.")
+            self.stdout.write(text % ", ".join(left))
 
     # --- A producer -------------------------------------------------------------------------------
 
@@ -163,10 +171,10 @@ class Command(ParsedCommand):
         limit, kind = options["limit"], options["type"]
 
         def show(result: ProduceResult) -> None:
-            line = (
-                f"{type(producer).__name__} -> {producer.target.topic}: {result.sent:,} sent, "
-                f"{result.skipped:,} skipped, {result.failed:,} failed of {result.total:,}"
-            )
+            names = ("sent", "skipped", "failed", "total")
+            text = _("%(sent)s sent, %(skipped)s skipped, %(failed)s failed of %(total)s")
+            counts = text % {name: grouped(getattr(result, name)) for name in names}
+            line = f"{type(producer).__name__} -> {producer.target.topic}: {counts}"
             if options["json"]:
                 line = json.dumps(result.as_dict(), ensure_ascii=False)
             elif result.reason:
@@ -186,7 +194,11 @@ class Command(ParsedCommand):
                 signal.signal(number, lambda *_: stopping.set())
             if not options["json"]:  # there each line is a run
                 runtime, path, topic = current_runtime(), path_of(type(producer)), producer.target
-                what = f"Sending items of {path} to {topic.topic} every {options['interval']:g} s"
+                what = _("Sending items of %(producer)s to %(topic)s every %(seconds)g s") % {
+                    "producer": path,
+                    "topic": topic.topic,
+                    "seconds": options["interval"],
+                }
                 announce(self.stdout, what, surroundings(runtime, {topic.transport}))
                 self.stdout.flush()
             produce_every(
@@ -200,7 +212,7 @@ class Command(ParsedCommand):
                 on_error=lambda error: self.stderr.write(f"{type(error).__name__}: {error}"),
             )
         except (FieldError, ValueError, TypeError) as error:
-            raise ValueError(f"The criteria cannot be used: {error}") from error
+            raise ValueError(_("The criteria cannot be used: %s") % error) from error
 
 
 def _run(relays: list[Relay]) -> bool:
@@ -276,8 +288,8 @@ def producer_hint(name: str) -> str:
     paths = {each.__name__: path_of(each) for each in declared_producers(AbstractProducer)}
     close = difflib.get_close_matches(name.rpartition(".")[2], paths, n=1)
     if close:
-        return f"Did you mean the producer {paths[close[0]]!r}?"
-    return f"Producers: {', '.join(paths.values())}." if paths else ""
+        return _("Did you mean the producer %r?") % paths[close[0]]
+    return _("Producers: %s.") % ", ".join(paths.values()) if paths else ""
 
 
 def read_criteria(given: list[str]) -> dict[str, Any]:
@@ -286,13 +298,13 @@ def read_criteria(given: list[str]) -> dict[str, Any]:
         try:
             found = json.loads(given[0])
         except ValueError as error:
-            raise ValueError(f"--criteria is not JSON: {error}") from error
+            raise ValueError(_("--criteria is not JSON: %s") % error) from error
         return dict(found)
     criteria: dict[str, Any] = {}
     for pair in given:
-        name, _, criteria[name] = pair.partition("=")
-        if not name or "=" not in pair:
-            raise ValueError(f"--criteria {pair!r} is neither name=value nor a JSON object.")
+        name, equals, criteria[name] = pair.partition("=")
+        if not name or not equals:
+            raise ValueError(_("--criteria %r is neither name=value nor a JSON object.") % pair)
         with suppress(ValueError):
             criteria[name] = json.loads(criteria[name])
     return criteria

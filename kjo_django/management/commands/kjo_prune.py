@@ -6,8 +6,11 @@ from argparse import ArgumentParser
 from collections import Counter
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases, duration, using
 from kjo_django.operations.maintenance.prune import Retention, prune
+from kjo_django.operations.translations import grouped, translated
 
 RETENTIONS = ("completed", "failed", "open_dead_letters", "processed_events", "metrics")
 
@@ -36,7 +39,7 @@ class Command(KjoCommand):
         shows: dict[str, Any] = {}
 
         def progress(kind: str, count: int) -> None:
-            shows.setdefault(kind, self.progress(kind))(count, None)
+            shows.setdefault(kind, self.progress(translated(kind)))(count, None)
 
         counts: Counter[str] = Counter()
         for database in chosen_databases(options):
@@ -46,6 +49,7 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print the counts."""
-        verb = "would be deleted" if answer["dry_run"] else "deleted"
+        would, done = _("%(kind)s: %(count)s would be deleted"), _("%(kind)s: %(count)s deleted")
         for kind, count in answer["deleted"].items():
-            self.stdout.write(f"{kind}: {count:,} {verb}")
+            text = would if answer["dry_run"] else done
+            self.stdout.write(text % {"kind": translated(kind), "count": grouped(count)})

@@ -5,10 +5,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import KjoCommand, instant, plain, positive, rate
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import refuse_elsewhere
 
 
@@ -58,11 +61,11 @@ class Command(KjoCommand):
     ) -> ReplayReport:
         for name in ("topic", "target", "group"):
             if options[name]:
-                raise ValueError(f"--{name} goes with --source topic")
+                raise ValueError(_("--%s goes with --source topic") % name)
         unknown, closed = dead_letters.not_open(options["ids"] or ())
         if unknown:
-            raise ValueError(f"No dead letter has the id {', '.join(unknown)}")
-        report = dead_letters.replay(chosen, progress=self.progress("Looked at"), **shared)
+            raise ValueError(_("No dead letter has the id %s") % ", ".join(unknown))
+        report = dead_letters.replay(chosen, progress=self.progress(_("Looked at")), **shared)
         for id, state in closed.items():
             report.skip(id, f"it is {state} already")
         return report
@@ -71,40 +74,46 @@ class Command(KjoCommand):
         self, options: dict[str, Any], chosen: DeadLetterFilter, shared: dict[str, Any]
     ) -> ReplayReport:
         if not options["topic"]:
-            raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
+            raise ValueError(_("--source topic needs --topic NAME, such as --topic orders-dlq"))
         places = _given(options, "topic", "transport", "target", "group")
         request = TopicReplay(**places, selection=chosen, **shared)
-        report = replay_topic(request, progress=self.progress("Looked at"))
+        report = replay_topic(request, progress=self.progress(_("Looked at")))
         if report.unknown_ids:
-            raise ValueError(
-                f"No record of {options['topic']} has the id {', '.join(report.unknown_ids)}, "
-                f"of those that {request.group_name} has not passed; "
-                f"{report.replayed:,} others were replayed"
+            text = _(
+                "No record of %(topic)s has the id %(ids)s, of those that %(group)s has not "
+                "passed; %(count)s others were replayed"
             )
+            facts = {"topic": options["topic"], "ids": ", ".join(report.unknown_ids)}
+            facts |= {"group": request.group_name, "count": grouped(report.replayed)}
+            raise ValueError(text % facts)
         return report
 
     def show(self, answer: Any) -> None:
         """Print the counts, what they consist of, and some of what was refused."""
-        refused = f"{sum(answer['refused'].values()):,}"
-        done = f"{refused} would be refused; nothing was changed"
+        text = _(
+            "%(matched)s dead letters match, %(refused)s would be refused; nothing was changed"
+        )
         if not answer["dry_run"]:
-            done = (
-                f"{answer['replayed']:,} replayed, {refused} refused, {answer['failed']:,} failed"
+            text = _(
+                "%(matched)s dead letters match, %(replayed)s replayed, %(refused)s refused, "
+                "%(failed)s failed, %(skipped)s skipped"
             )
-            done += f", {answer['skipped']:,} skipped"
-        self.stdout.write(f"{answer['matched']:,} dead letters match, {done}")
+        counts = {
+            name: grouped(answer[name]) for name in ("matched", "replayed", "failed", "skipped")
+        }
+        counts["refused"] = grouped(sum(answer["refused"].values()))
+        self.stdout.write(text % counts)
         if answer["histogram"]:
             rows = [[value or "-" for value in row.values()] for row in answer["histogram"]]
-            self.table([("reason", "handler", "error", "count"), *rows])
+            self.table([(_("reason"), _("handler"), _("error"), _("count")), *rows])
         if answer["already_processed"]:
-            self.stdout.write(
-                f"{answer['already_processed']:,} have taken effect before; they run again only "
-                "with --force"
-            )
+            text = _("%s have taken effect before; they run again only with --force")
+            self.stdout.write(text % grouped(answer["already_processed"]))
         for sample in answer["samples"]:
-            self.stdout.write(plain(f"{sample['outcome']} {sample['id']}: {sample['detail']}"))
+            outcome, detail = translated(sample["outcome"]), translated(sample["detail"])
+            self.stdout.write(plain(f"{outcome} {sample['id']}: {detail}"))
         if answer["stopped"]:
-            self.stdout.write(self.style.ERROR(f"Stopped: {answer['stopped']}"))
+            self.stdout.write(self.style.ERROR(_("Stopped: %s") % answer["stopped"]))
 
 
 def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from kjo_django.management.commands._shared import KjoCommand, chosen_databases, positive
 from kjo_django.models import Schedule
 from kjo_django.operations import schedules
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import Runtime, current_runtime, runtime_for
 from kjo_django.schedules import celery_beat, shown
 from kjo_django.schedules.declarations import declared, is_held
@@ -115,17 +118,20 @@ class Command(KjoCommand):
         """Say which schedules there are in code."""
         every = declared(runtime.settings)
         names = sorted(name for name, each in every.items() if is_held(each, runtime))
-        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        what = "Storing the jobs of all schedules; those in code: "
-        what += (", ".join(names[:MOST_NAMED]) or "none") + rest
+        named = ", ".join(names[:MOST_NAMED]) or _("none")
+        if len(names) > MOST_NAMED:
+            rest = {"names": named, "count": len(names) - MOST_NAMED}
+            named = _("%(names)s and %(count)d more") % rest
+        what = _("Storing the jobs of all schedules; those in code: %s") % named
         announce(self.stdout, what, surroundings(runtime, ()))
 
     def show(self, answer: Any) -> None:
         """Print the answer of the action."""
         if "stored" in answer:
-            self.stdout.write(f"Stored {answer['stored']:,} jobs.")
+            text = ngettext("Stored %s jobs.", "Stored %s jobs.", answer["stored"])
+            self.stdout.write(text % grouped(answer["stored"]))
         for result, count in answer.get("outcomes", {}).items():
-            self.stdout.write(f"{count:,} {result}")
+            self.stdout.write(f"{grouped(count)} {translated(result)}")
         for name, ticks in answer.get("next", {}).items():
             self.stdout.write(f"{name}:")
             for tick in ticks:
@@ -133,27 +139,28 @@ class Command(KjoCommand):
         if "schedules" in answer:
             self._show_schedules(answer["schedules"])
         for one in answer.get("imported", ()):
-            state = "taken over" if one["is_taken"] else "NOT taken over"
+            state = _("taken over") if one["is_taken"] else _("NOT taken over")
             self.stdout.write(f"{one['name']}: {state}")
             for remark in one["remarks"]:
                 self.stdout.write(f"  {remark}")
 
     def _show_schedules(self, rows: list[dict[str, Any]]) -> None:
-        table: list[tuple[object, ...]] = [("name", "job", "when", "next", "last job", "state")]
+        heading = _("name"), _("job"), _("when"), _("next"), _("last job"), _("state")
+        table: list[tuple[object, ...]] = [heading]
         for row in rows:
-            when = row["cron"] or (f"every {row['every']} s" if row["every"] else row["at"])
+            when = row["cron"] or (_("every %s s") % row["every"] if row["every"] else row["at"])
             next_at = row["next_at"]
             shown = "-" if next_at is None else f"{next_at:%Y-%m-%d %H:%M:%S %Z}"
-            last = row["last_status"] or "-"
-            state = row["problem"] or row["state"]
+            last = translated(row["last_status"] or "-")
+            state = row["problem"] or translated(row["state"])
             table.append((row["name"], row["job"], when, shown, last, state))
         self.table(table)
 
 
 def _pair(text: str) -> tuple[str, str]:
-    task, _, job = text.partition("=")
+    task, _equals, job = text.partition("=")
     if not task or not job:
-        raise ValueError(f"--job {text!r} is not TASK=JOB.")
+        raise ValueError(_("--job %r is not TASK=JOB.") % text)
     return task, job
 
 
@@ -163,14 +170,14 @@ def _rows(names: list[str]) -> list[Schedule]:
     :raises ValueError: none is named, or there is no schedule of one of the names.
     """
     if not names:
-        raise ValueError("Name the schedules.")
+        raise ValueError(_("Name the schedules."))
     known = Schedule.objects.using(current_runtime().database)
     found = {row.name: row for row in known.filter(name__in=names)}
     for name in names:
         if name not in found:
             every = known.values_list("name", flat=True)
-            hint = did_you_mean(name, every, "See kjo_schedule list.")
-            raise ValueError(f"No schedule is named {name!r}. {hint}")
+            hint = did_you_mean(name, every, _("See kjo_schedule list."))
+            raise ValueError(" ".join((_("No schedule is named %r.") % name, hint)))
     return [found[name] for name in dict.fromkeys(names)]
 
 
@@ -184,7 +191,7 @@ def _run(threads: Sequence[DutyThread], stopping: threading.Event) -> None:
     try:
         while not stopping.wait(0.2):
             if not all(thread.is_alive() for thread in threads):
-                raise ImproperlyConfigured("The thread that stores the jobs has ended")
+                raise ImproperlyConfigured(_("The thread that stores the jobs has ended"))
     finally:
         for thread in threads:
             thread.stop()

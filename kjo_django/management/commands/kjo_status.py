@@ -5,10 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.monitoring.status import COUNTED, status
 from kjo_django.operations.queues import overview
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.runtime import refuse_elsewhere
 
 
@@ -31,30 +35,45 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print one line for each queue and worker."""
-        queues = [("queue", *COUNTED, "dead", "oldest dead", "lag", "oldest", "")]
+        heading = (
+            _("queue"),
+            *map(translated, COUNTED),
+            _("dead"),
+            _("oldest dead"),
+            _("lag"),
+            _("oldest"),
+        )
+        queues = [(*heading, "")]
         for row in answer["queues"]:
-            jobs = (f"{row['states'][state]:,}" for state in COUNTED)
-            dead = f"{row['open_dead_letters']:,}", _age(row["oldest_dead_letter_seconds"])
-            lag = "?" if row["lag"] is None else f"{row['lag']:,}"
+            jobs = (grouped(row["states"][state]) for state in COUNTED)
+            dead = grouped(row["open_dead_letters"]), _age(row["oldest_dead_letter_seconds"])
+            lag = "?" if row["lag"] is None else grouped(row["lag"])
             oldest = _age(row["oldest_waiting_seconds"])
-            note = "paused" if row["is_paused"] else row["lag_error"] or ""
+            note = _("paused") if row["is_paused"] else row["lag_error"] or ""
             queues.append((row["queue"], *jobs, *dead, lag, oldest, note))
         self.table(queues)
         if answer["is_capped"]:
-            self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
+            text = _("Counts of %s and more are lower bounds.")
+            self.stdout.write(text % grouped(answer["count_limit"]))
         relay = answer["relay"]
         if relay["is_needed"]:
-            age = _age(relay["oldest_seconds"])
-            self.stdout.write(f"Relay: {relay['backlog']:,} due jobs to publish, oldest {age}")
+            count, age = relay["backlog"], _age(relay["oldest_seconds"])
+            text = ngettext(
+                "Relay: %(count)s due jobs to publish, oldest %(age)s",
+                "Relay: %(count)s due jobs to publish, oldest %(age)s",
+                count,
+            )
+            self.stdout.write(text % {"count": grouped(count), "age": age})
         workers = [worker for worker in answer["workers"] if worker["is_alive"]]
         if not workers:
-            self.stdout.write("No worker is alive; start one with manage.py kjo_consume")
+            self.stdout.write(_("No worker is alive; start one with manage.py kjo_consume"))
             return
-        rows = [("worker", "queues", "in flight/lanes", "processed", "failed", "heartbeat")]
+        heading = _("worker"), _("queues"), _("in flight/lanes"), _("processed"), _("failed")
+        rows = [(*heading, _("heartbeat"))]
         for worker in workers:
-            consumed = ", ".join(worker["queues"]) or "all"
+            consumed = ", ".join(worker["queues"]) or _("all")
             busy = f"{worker['in_flight']}/{worker['concurrency']}"
-            counts = f"{worker['processed']:,}", f"{worker['failed']:,}"
+            counts = grouped(worker["processed"]), grouped(worker["failed"])
             heartbeat = _age(worker["heartbeat_age_seconds"])
             rows.append((worker["name"], consumed, busy, *counts, heartbeat))
         self.table(rows)

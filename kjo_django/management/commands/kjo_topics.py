@@ -6,9 +6,12 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.maintenance import topics
+from kjo_django.operations.translations import translated
 
 
 class Command(KjoCommand):
@@ -40,9 +43,11 @@ class Command(KjoCommand):
         """Print the changes and the topics."""
         for line in answer["changes"]:
             self.stdout.write(line)
-        rows = [("topic", "transport", "partitions", "to do", "")]
+        rows = [(_("topic"), _("transport"), _("partitions"), _("to do"), "")]
         for topic in answer["topics"]:
             count = topic["wanted_partitions" if topic["partitions"] is None else "partitions"]
-            state = "; ".join(topic["differences"]) or "as configured"
-            rows.append((topic["name"], topic["transport"], count, topic["action"], state))
+            state = "; ".join(topic["differences"]) or _("as configured")
+            rows.append(
+                (topic["name"], topic["transport"], count, translated(topic["action"]), state)
+            )
         self.table(rows)

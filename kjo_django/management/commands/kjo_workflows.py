@@ -5,11 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from kjo_django.management.commands._shared import KjoCommand, duration, plain, positive
 from kjo_django.models import Workflow
 from kjo_django.operations import workflows
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.search import running
+from kjo_django.operations.translations import grouped, translated
 from kjo_django.states import WorkflowState
 from kjo_django.workflows import lists
 
@@ -45,7 +48,7 @@ class Command(KjoCommand):
         if action == "list":
             return {"action": action, "workflows": _listed(options)}, True
         if not ids:
-            raise ValueError(f"{action} needs the id of a workflow")
+            raise ValueError(_("%s needs the id of a workflow") % action)
         rows = [_find(id) for id in ids]
         if action == "show":
             facts = lists.facts(rows)
@@ -59,41 +62,50 @@ class Command(KjoCommand):
         """Print one line for each workflow, and for each stage of those asked for."""
         if answer["action"] in CHANGES:
             counts = answer["outcomes"].items()
-            self.stdout.write(", ".join(f"{count:,} {result}" for result, count in counts))
+            self.stdout.write(
+                ", ".join(f"{grouped(n)} {translated(result)}" for result, n in counts)
+            )
             return
         if answer["action"] == "list":
-            self.table([HEADING, *map(_line, answer["workflows"])])
+            self.table([_heading(), *map(_line, answer["workflows"])])
             return
         for row in answer["workflows"]:
-            self.table([HEADING, _line(row)])
+            self.table([_heading(), _line(row)])
             if row["reason"]:
                 self.stdout.write(self.style.ERROR(plain(row["reason"])))
             numbers = {stage["id"]: index for index, stage in enumerate(row["stages"], start=1)}
-            stages = [("", "handler", "queue", "steps", "states", "after")]
+            stages = [("", _("handler"), _("queue"), _("steps"), _("states"), _("after"))]
             for stage in row["stages"]:
-                states = ", ".join(f"{count:,} {state}" for state, count in stage["states"].items())
+                counts = stage["states"].items()
+                states = ", ".join(
+                    f"{grouped(count)} {translated(state)}" for state, count in counts
+                )
                 after = ", ".join(str(numbers[key]) for key in stage["requires"]) or "-"
                 place = str(numbers[stage["id"]])
-                what = stage["handler"], stage["queue"], f"{stage['steps']:,}"
+                what = stage["handler"], stage["queue"], grouped(stage["steps"])
                 stages.append((place, *what, states, after))
             self.table(stages)
 
 
-HEADING = ("name", "id", "unique id", "state", "ended", "failed", "created", "deadline")
+def _heading() -> tuple[str, ...]:
+    return (
+        *(_("name"), _("id"), _("unique id"), _("state"), _("ended"), _("failed")),
+        *(_("created"), _("deadline")),
+    )
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
-    ended = f"{row['steps'] - row['open']:,}/{row['steps']:,}"
+    ended = f"{grouped(row['steps'] - row['open'])}/{grouped(row['steps'])}"
     times = (
         f"{at:%Y-%m-%d %H:%M:%S}" if at else "-" for at in (row["created_at"], row["deadline"])
     )
-    named = row["name"], str(row["id"]), row["unique_id"] or "-", row["state"]
-    return (*named, ended, f"{row['failed']:,}", *times)
+    named = row["name"], str(row["id"]), row["unique_id"] or "-", translated(row["state"])
+    return (*named, ended, grouped(row["failed"]), *times)
 
 
 def _listed(options: dict[str, Any]) -> list[dict[str, Any]]:
     if len(options["ids"]) > 1:
-        raise ValueError("list takes one name or id")
+        raise ValueError(_("list takes one name or id"))
     rows = lists.find(state=options["state"], text="".join(options["ids"]))
     found = lists.page(rows, size=min(options["limit"], lists.MAX_PAGE)).rows
     facts = lists.facts(found)
@@ -107,11 +119,8 @@ def _find(id: str) -> Workflow:
     """
     found = list(lists.find(text=id.removesuffix("*"))[:2])
     if len(found) != 1:
-        raise ValueError(
-            f"There is no workflow {id!r:.300}"
-            if not found
-            else f"Several workflows are {id!r:.300}"
-        )
+        text = _("Several workflows are %.300r") if found else _("There is no workflow %.300r")
+        raise ValueError(text % id)
     return found[0]
 
 
@@ -119,11 +128,11 @@ def _change(rows: list[Workflow], options: dict[str, Any]) -> Outcomes:
     action, ends_in = options["action"], options["ends_in"]
     if action != "deadline":
         if ends_in is not None or options["never"]:
-            raise ValueError("--in and --never go with deadline")
+            raise ValueError(_("--in and --never go with deadline"))
         change = workflows.cancel if action == "cancel" else workflows.retry
         return change(rows, actor=ACTOR)
     if (ends_in is None) != options["never"]:
-        raise ValueError("deadline needs --in DURATION, or --never")
+        raise ValueError(_("deadline needs --in DURATION, or --never"))
     seconds = None if ends_in is None else ends_in.total_seconds()
     return workflows.set_deadline(rows, seconds, actor=ACTOR)
 

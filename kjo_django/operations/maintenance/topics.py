@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
 
 from kjo_django import registry, values
 from kjo_django.conf import QueueConf, declared_queues, get_settings
@@ -307,14 +308,16 @@ def _compare(topic: WantedTopic, there: TopicDescription, is_made: bool) -> Topi
         return report
     if there.partitions is None:
         report.action, report.is_ok = "create", False
-        report.differences.append("does not exist")
+        report.differences.append(_("does not exist"))
         return report
     if there.partitions < spec.partitions:
         report.action, report.is_ok = "grow", False
-        report.differences.append(f"has {there.partitions} partitions, not {spec.partitions}")
+        text = _("has %(partitions)d partitions, not %(wanted)d")
+        report.differences.append(text % _counts(there, spec))
     elif there.partitions > spec.partitions:
         # Partitions cannot be taken away, and more of them do no harm.
-        report.differences.append(f"has {there.partitions} partitions, {spec.partitions} are asked")
+        text = _("has %(partitions)d partitions, %(wanted)d are asked")
+        report.differences.append(text % _counts(there, spec))
     by_hand = _unchangeable(spec, there)
     if by_hand:
         report.differences += by_hand
@@ -324,20 +327,24 @@ def _compare(topic: WantedTopic, there: TopicDescription, is_made: bool) -> Topi
     return report
 
 
+def _counts(there: TopicDescription, spec: TopicSpec) -> dict[str, int | None]:
+    return {"partitions": there.partitions, "wanted": spec.partitions}
+
+
 def _unchangeable(spec: TopicSpec, there: TopicDescription) -> list[str]:
     lines, factor = [], there.replication_factor
     if factor not in (None, spec.replication_factor):
-        lines.append(f"has replication factor {factor}, not {spec.replication_factor}")
+        text = _("has replication factor %(factor)s, not %(wanted)s")
+        lines.append(text % {"factor": factor, "wanted": spec.replication_factor})
     # Without the right to read it the configuration is empty, which says nothing.
+    text = _("has %(entry)s, not %(wanted)s")
     lines += [
-        f"has {name}={there.config.get(name, '(default)')}, not {value}"
+        text % {"entry": f"{name}={there.config.get(name, '(default)')}", "wanted": value}
         for name, value in sorted(spec.config.items() if there.config else ())
         if there.config.get(name) != value
     ]
     least = there.config.get(MIN_INSYNC_REPLICAS, "")
     if factor is not None and least.isdigit() and int(least) > factor:
-        lines.append(
-            f"has {MIN_INSYNC_REPLICAS}={least} with replication factor {factor}: "
-            "nothing can be published"
-        )
+        text = _("has %(entry)s with replication factor %(factor)s: nothing can be published")
+        lines.append(text % {"entry": f"{MIN_INSYNC_REPLICAS}={least}", "factor": factor})
     return lines

@@ -17,6 +17,8 @@ from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.models import Sum
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop, ngettext
 
 from kjo_django import conf as configuration
 from kjo_django import registry
@@ -50,14 +52,19 @@ CLOCKS, HANDLERS = "clocks", "handlers"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 SCHEDULES = "schedules"
 
-MORE_TIME = "ask again with more time, such as manage.py kjo_health --timeout 30."
-ASK_AGAIN = f"It may be well: {MORE_TIME}"
-SILENCE = (
+# Advice is translated when a check has ended.
+ASK_AGAIN = gettext_noop(
+    "It may be well: ask again with more time, such as manage.py kjo_health --timeout 30."
+)
+SILENCE = gettext_noop(
     "It is not known whether it is stopped, overloaded or cut off: look at the server and the "
-    f"network, or {MORE_TIME} Workers wait for it; do not restart them."
+    "network, or ask again with more time, such as manage.py kjo_health --timeout 30. "
+    "Workers wait for it; do not restart them."
 )
 """What to do about a server that gave no answer at all, as one that refuses a connection does."""
-UNKNOWN = "This could not be found out: put right what the error names, then ask again."
+UNKNOWN = gettext_noop(
+    "This could not be found out: put right what the error names, then ask again."
+)
 LEAST_EXECUTIONS = 10
 """Below this many in the window a failure rate says nothing."""
 
@@ -81,7 +88,8 @@ class Thresholds:
 @dataclass(slots=True)
 class Check:
     """The result of one check. ``ok`` is None if it was not made. A check that is ok and has a
-    ``fix`` is a warning."""
+    ``fix`` is a warning. ``detail`` and ``fix`` are in the language that was active when it was
+    made."""
 
     name: str
     ok: bool | None
@@ -91,7 +99,7 @@ class Check:
     @property
     def is_unknown(self) -> bool:
         """Whether it found out nothing: it was not made, or there was no answer in time."""
-        return self.ok is None or self.fix in (SILENCE, ASK_AGAIN)
+        return self.ok is None or self.fix in (_(SILENCE), _(ASK_AGAIN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,8 @@ def health(
     thresholds: Thresholds | None = None,
     only: Collection[str] | None = None,
 ) -> list[Check]:
-    """Return the results of all checks, in order, after at most about ``timeout`` seconds.
+    """Return the results of all checks, in order, after at most about ``timeout`` seconds. Their
+    texts are in the active language.
 
     :param only: names of the checks to make, and of those that they need; None: all.
     """
@@ -145,9 +154,9 @@ def _unanswered(probe: _Probe, seconds: float) -> Check:
     :param seconds: since it began; not above 0: it did not begin.
     """
     if seconds <= 0:
-        return Check(probe.name, None, "not checked: the time was up")
-    fix = SILENCE if probe.asks_servers else ASK_AGAIN
-    return Check(probe.name, False, f"timed out: no answer within {seconds:.1f} s", fix)
+        return Check(probe.name, None, _("not checked: the time was up"))
+    fix = _(SILENCE if probe.asks_servers else ASK_AGAIN)
+    return Check(probe.name, False, _("timed out: no answer within %.1f s") % seconds, fix)
 
 
 def health_everywhere(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:
@@ -172,15 +181,15 @@ def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
         ok, detail, fix = probe.ask(thresholds, seconds)
     except Exception as error:
         return Check(probe.name, False, f"{type(error).__name__}: {error}", _remedy(probe, error))
-    return Check(probe.name, ok, detail, fix if ok else fix or probe.fix)
+    return Check(probe.name, ok, detail, _(fix if ok else fix or probe.fix))
 
 
 def _remedy(probe: _Probe, error: BaseException) -> str:
     """Return what to do about a probe that ended with an error: it has not found what it looks for,
     so its own advice holds only where it looks for a server or for settings."""
     if is_timeout(error):
-        return SILENCE if probe.asks_servers else ASK_AGAIN
-    return probe.fix if probe.asks_servers or probe.name == SETTINGS else UNKNOWN
+        return _(SILENCE if probe.asks_servers else ASK_AGAIN)
+    return _(probe.fix if probe.asks_servers or probe.name == SETTINGS else UNKNOWN)
 
 
 def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
@@ -188,8 +197,9 @@ def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
     broken = [name for name in probe.needs if not checks[name].ok]
     if not broken:
         return None
-    why = "gave no answer" if checks[broken[0]].is_unknown else "is not well"
-    return Check(probe.name, None, f"not checked: {broken[0]} {why}")
+    gave_none = checks[broken[0]].is_unknown
+    why = _("not checked: %s gave no answer") if gave_none else _("not checked: %s is not well")
+    return Check(probe.name, None, why % broken[0])
 
 
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
@@ -232,7 +242,11 @@ def _settings(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     for name in registry.queue_names():
         transport_class(conf.queue(name).transport)
     topics.wanted()
-    return True, f"service {conf.service_name!r}, {len(registry.queue_names())} queues", ""
+    count = len(registry.queue_names())
+    told = ngettext(
+        "service %(service)r, %(count)d queues", "service %(service)r, %(count)d queues", count
+    )
+    return True, told % {"service": conf.service_name, "count": count}, ""
 
 
 def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -251,15 +265,20 @@ def _look_at_database() -> tuple[bool, str, str]:
     pending = executor.migration_plan(targets)
     name = f"{connection.display_name} {connection.alias!r}"
     if pending:
-        detail = f"{name}: {len(pending)} migrations are not applied"
+        told = ngettext(
+            "%(database)s: %(count)d migrations are not applied",
+            "%(database)s: %(count)d migrations are not applied",
+            len(pending),
+        )
+        detail = told % {"database": name, "count": len(pending)}
         return False, detail, how_to_migrate(connection.alias)
-    return True, f"{name}, migrations applied", ""
+    return True, _("%s, migrations applied") % name, ""
 
 
 def how_to_migrate(alias: str) -> str:
     """Return the command that migrates this database."""
     where = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
-    return f"Run manage.py migrate{where}."
+    return _("Run manage.py migrate%s.") % where
 
 
 def missing_tables(timeout: float = 2.0) -> str:
@@ -299,17 +318,22 @@ def _topics(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     ]
     if wrong:
         by_hand = all(report.action == "by hand" for report in reports if not report.is_ok)
-        fix = "Change the topics or topic_options." if by_hand else ""
+        fix = _("Change the topics or topic_options.") if by_hand else ""
         return False, "; ".join(wrong), fix
-    return True, f"{len(reports)} as configured", ""
+    return True, _("%d as configured") % len(reports), ""
 
 
 def _relay(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     found = status.relay()
     age = found["oldest_seconds"] or 0.0
     if not found["is_needed"]:
-        return True, "not needed: messages are written with their jobs", ""
-    detail = f"{found['backlog']} due jobs wait, the oldest for {age:.0f} s"
+        return True, _("not needed: messages are written with their jobs"), ""
+    told = ngettext(
+        "%(count)d due jobs wait, the oldest for %(age).0f s",
+        "%(count)d due jobs wait, the oldest for %(age).0f s",
+        found["backlog"],
+    )
+    detail = told % {"count": found["backlog"], "age": age}
     return age <= thresholds.relay_age.total_seconds(), detail, ""
 
 
@@ -320,27 +344,31 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     wanted = filter(current_runtime().holds, registry.consumed_queue_names())
     missing = [] if serves_all else sorted(set(wanted) - served)
     if missing:
-        return False, f"{len(alive)} alive; none for {', '.join(missing)}", ""
-    return bool(alive), f"{len(alive)} alive", ""
+        facts = {"count": len(alive), "queues": ", ".join(missing)}
+        return False, _("%(count)d alive; none for %(queues)s") % facts, ""
+    return bool(alive), _("%d alive") % len(alive), ""
 
 
 def _clocks(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     ahead = CLOCK.compare(current_runtime().store.server_time).ahead
     if ahead is None:
-        return False, "the database took too long to tell its time", ASK_AGAIN
-    found = {"this host": ahead}
+        return False, _("the database took too long to tell its time"), ASK_AGAIN
+    found = {_("this host"): ahead}
     for worker in status.workers():
         if worker["is_alive"]:
-            found[f"the host of {worker['name']}"] = worker["clock_ahead_seconds"]
+            found[_("the host of %s") % worker["name"]] = worker["clock_ahead_seconds"]
     limit = thresholds.clock.total_seconds()
+    fast = _("that of %(host)s is %(seconds).1f s ahead")
+    slow = _("that of %(host)s is %(seconds).1f s behind")
     wrong = [
-        f"that of {name} is {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}"
+        (fast if seconds > 0 else slow) % {"host": name, "seconds": abs(seconds)}
         for name, seconds in found.items()
         if abs(seconds) > limit
     ]
     if wrong:
-        return False, f"not as the database's: {', '.join(wrong)}", ""
-    return True, f"at most {max(map(abs, found.values())):.1f} s from the database's", ""
+        return False, _("not as the database's: %s") % ", ".join(wrong), ""
+    most = max(map(abs, found.values()))
+    return True, _("at most %.1f s from the database's") % most, ""
 
 
 def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -348,12 +376,17 @@ def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     some: that is a warning at first."""
     waiting = status.unknown_handlers()
     if not waiting:
-        return True, "no job waits for a worker that knows its handler", ""
-    told = (f"{name!r} ({count} jobs)" for name, (count, _) in sorted(waiting.items()))
-    first = min(since for _, since in waiting.values())
+        return True, _("no job waits for a worker that knows its handler"), ""
+    told = (
+        ngettext("%(handler)r (%(count)d jobs)", "%(handler)r (%(count)d jobs)", count)
+        % {"handler": name, "count": count}
+        for name, (count, _since) in sorted(waiting.items())
+    )
+    first = min(since for _count, since in waiting.values())
     waited = (CLOCK.now() - first).total_seconds()
-    detail = f"not known to a worker: {', '.join(told)}, the first for {waited:.0f} s"
-    fix = (
+    text = _("not known to a worker: %(handlers)s, the first for %(seconds).0f s")
+    detail = text % {"handlers": ", ".join(told), "seconds": waited}
+    fix = _(
         "Replace workers of an earlier release; see that each worker imports the module that "
         "declares the handler. After KJO['UNKNOWN_HANDLER_WAIT'] such jobs are dead letters."
     )
@@ -365,21 +398,27 @@ def _lag(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     status.add_lags(queues)
     errors = [f"{row['queue']}: {row['lag_error']}" for row in queues if row["lag_error"]]
     if errors:
-        return False, "; ".join(errors), "See the transports."
+        return False, "; ".join(errors), _("See the transports.")
     behind = [row for row in queues if row["lag"] > thresholds.lag]
     if behind:
         told = ", ".join(f"{row['queue']} {row['lag']}" for row in behind)
-        return False, f"over {thresholds.lag}: {told}", ""
-    return True, f"at most {max((row['lag'] for row in queues), default=0)} messages", ""
+        return (
+            False,
+            _("over %(limit)d: %(queues)s") % {"limit": thresholds.lag, "queues": told},
+            "",
+        )
+    most = max((row["lag"] for row in queues), default=0)
+    return True, ngettext("at most %d messages", "at most %d messages", most) % most, ""
 
 
 def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     done, failed = _recent(thresholds.idle)
     if done + failed < LEAST_EXECUTIONS:
-        return True, f"{failed} of {done + failed} jobs lately, too few to judge", ""
-    rate = failed / (done + failed)
-    span = f"{thresholds.idle.total_seconds():g} s"
-    detail = f"{rate:.1%} of {done + failed} jobs of the last {span} failed"
+        few = _("%(failed)d of %(count)d jobs lately, too few to judge")
+        return True, few % {"failed": failed, "count": done + failed}, ""
+    rate, span = failed / (done + failed), thresholds.idle.total_seconds()
+    text = _("%(share)s of %(count)d jobs of the last %(seconds)g s failed")
+    detail = text % {"share": f"{rate:.1%}", "count": done + failed, "seconds": span}
     return rate <= thresholds.failure_rate, detail, ""
 
 
@@ -389,15 +428,16 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     limit = ago(now, thresholds.idle)
     late = sorted(
         queue
-        for queue, (_, since) in status.due(now).items()
+        for queue, (_count, since) in status.due(now).items()
         if since < limit and queue not in paused
     )
     if not late:
-        return True, "no due work waits long", ""
+        return True, _("no due work waits long"), ""
     if sum(_recent(thresholds.idle)):
-        return True, f"busy; work waits in {', '.join(late)}", ""
-    span = f"{thresholds.idle.total_seconds():g} s"
-    return False, f"nothing was processed for {span}; work waits in {', '.join(late)}", ""
+        return True, _("busy; work waits in %s") % ", ".join(late), ""
+    text = _("nothing was processed for %(seconds)g s; work waits in %(queues)s")
+    facts = {"seconds": thresholds.idle.total_seconds(), "queues": ", ".join(late)}
+    return False, text % facts, ""
 
 
 def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -413,20 +453,22 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         described = get_transport(queue.transport).describe_topics(queue.topics)
         partitions = [topic.partitions for topic in described if topic.partitions is not None]
         if partitions and count > max(partitions):
-            idle.append(f"{name} has {count} workers for {max(partitions)} partitions")
+            told = _("%(queue)s has %(workers)d workers for %(partitions)d partitions")
+            facts = {"queue": name, "workers": count, "partitions": max(partitions)}
+            idle.append(told % facts)
     if not idle:
-        return True, "every worker has a partition", ""
-    fix = "Raise topic_options['partitions'] to twice the workers, or stop some."
-    return True, f"some workers have no partition: {'; '.join(idle)}", fix
+        return True, _("every worker has a partition"), ""
+    fix = _("Raise topic_options['partitions'] to twice the workers, or stop some.")
+    return True, _("some workers have no partition: %s") % "; ".join(idle), fix
 
 
 def _schedules(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     late = schedules_shown.late()
     if not late:
-        return True, "none is late", ""
+        return True, _("none is late"), ""
     shown = "; ".join(f"{row.name} ({row.problem})" if row.problem else row.name for row in late)
-    fix = "Install the jobs they name, or edit or pause them." if late[0].problem else ""
-    return False, f"due for a minute or longer: {shown}", fix
+    fix = _("Install the jobs they name, or edit or pause them.") if late[0].problem else ""
+    return False, _("due for a minute or longer: %s") % shown, fix
 
 
 def shares_by_partition(queue: QueueConf) -> bool:
@@ -447,43 +489,62 @@ def _recent(window: timedelta) -> tuple[int, int]:
 
 _STORED = (SETTINGS, DATABASE)
 PROBES = (
-    _Probe(SETTINGS, _settings, "Correct the KJO setting; see manage.py check.", ()),
+    _Probe(SETTINGS, _settings, gettext_noop("Correct the KJO setting; see manage.py check."), ()),
     _Probe(
         DATABASE,
         _database,
-        "Start the database, or correct DATABASES.",
+        gettext_noop("Start the database, or correct DATABASES."),
         (SETTINGS,),
         asks_servers=True,
     ),
     _Probe(
         COORDINATION,
         _coordination,
-        "Start it, or correct KJO['COORDINATION'].",
+        gettext_noop("Start it, or correct KJO['COORDINATION']."),
         asks_servers=True,
     ),
-    _Probe(TRANSPORTS, _transports, "Start it, or correct KJO['TRANSPORTS'].", asks_servers=True),
-    _Probe(TOPICS, _topics, "Run manage.py kjo_topics create.", (SETTINGS, TRANSPORTS)),
     _Probe(
-        RELAY, _relay, "Start manage.py kjo_produce, or kjo_consume without --no-relay.", _STORED
+        TRANSPORTS,
+        _transports,
+        gettext_noop("Start it, or correct KJO['TRANSPORTS']."),
+        asks_servers=True,
     ),
-    _Probe(WORKERS, _workers, "Start manage.py kjo_consume.", _STORED),
+    _Probe(
+        TOPICS, _topics, gettext_noop("Run manage.py kjo_topics create."), (SETTINGS, TRANSPORTS)
+    ),
+    _Probe(
+        RELAY,
+        _relay,
+        gettext_noop("Start manage.py kjo_produce, or kjo_consume without --no-relay."),
+        _STORED,
+    ),
+    _Probe(WORKERS, _workers, gettext_noop("Start manage.py kjo_consume."), _STORED),
     _Probe(
         CLOCKS,
         _clocks,
-        "Let NTP keep the clocks of these hosts. Workers go by the database's meanwhile; what web "
-        "processes delay is due too early or too late, as is a run_at that a handler takes from "
-        "its host.",
+        gettext_noop(
+            "Let NTP keep the clocks of these hosts. Workers go by the database's meanwhile; what "
+            "web processes delay is due too early or too late, as is a run_at that a handler takes "
+            "from its host."
+        ),
         _STORED,
     ),
     _Probe(HANDLERS, _handlers, "", _STORED),
-    _Probe(LAG, _lag, "Start more workers, or raise CONCURRENCY.", (*_STORED, TRANSPORTS)),
-    _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),
-    _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),
-    _Probe(SCALING, _scaling, "See the transports.", (*_STORED, TRANSPORTS)),
+    _Probe(
+        LAG,
+        _lag,
+        gettext_noop("Start more workers, or raise CONCURRENCY."),
+        (*_STORED, TRANSPORTS),
+    ),
+    _Probe(FAILURES, _failures, gettext_noop("Look at the open dead letters."), _STORED),
+    _Probe(
+        PROGRESS, _progress, gettext_noop("Start manage.py kjo_consume, or restart it."), _STORED
+    ),
+    _Probe(SCALING, _scaling, gettext_noop("See the transports."), (*_STORED, TRANSPORTS)),
     _Probe(
         SCHEDULES,
         _schedules,
-        "Start kjo_consume without --no-schedules, or kjo_schedule.",
+        gettext_noop("Start kjo_consume without --no-schedules, or kjo_schedule."),
         _STORED,
     ),
 )

@@ -29,6 +29,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 from django.db.models.signals import post_migrate
+from django.utils.translation import gettext as _
 
 from kjo_django.conf import databases_on, get_settings
 from kjo_django.exceptions import PublishError
@@ -224,7 +225,8 @@ class DatabaseTransport(Transport):
 
         def look() -> str:
             TransportMessage.objects.using(alias).exists()
-            return f"{connections[alias].display_name} database {alias!r}"
+            names = {"vendor": connections[alias].display_name, "alias": alias}
+            return _("%(vendor)s database %(alias)r") % names
 
         try:
             return answer_within(timeout, look)

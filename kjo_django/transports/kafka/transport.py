@@ -27,6 +27,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     NewTopic,
     ResourceType,
 )
+from django.utils.translation import gettext as _
 
 from kjo_django.exceptions import PublishError
 from kjo_django.transports.base import (
@@ -252,7 +253,8 @@ class KafkaTransport(Transport):
             # Why a connection was refused or a name not resolved says more than that it failed.
             raise PublishError(f"Kafka does not answer: {text} ({met})") from error
         brokers = sorted(f"{each.host}:{each.port}" for each in metadata.brokers.values())
-        return f"Kafka, {len(brokers)} broker(s): {', '.join(brokers)}"
+        text = _("Kafka, %(count)d broker(s): %(brokers)s")
+        return text % {"count": len(brokers), "brokers": ", ".join(brokers)}
 
     def _admin(self) -> AdminClient:
         admin = self._admin_client

@@ -21,6 +21,7 @@ from math import inf
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
 
 from kjo_django.exceptions import PublishError
 from kjo_django.logs import get_logger
@@ -432,7 +433,7 @@ class MemoryTransport(Transport):
     def probe(self, timeout: float) -> str:
         if self.outage:
             raise PublishError(self.outage)
-        return "in process"
+        return _("in process")
 
     # --- For tests --------------------------------------------------------------------------------
 

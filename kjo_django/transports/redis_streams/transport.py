@@ -34,6 +34,7 @@ from typing import Any
 
 from django.core.cache import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext
 from django_redis import get_redis_connection
 from redis.exceptions import RedisError, ResponseError
 
@@ -229,7 +230,10 @@ class RedisStreamsTransport(Transport):
                 text = f"Redis does not answer by the cache {self._cache!r}: {error}"
                 raise PublishError(text) from error
         version = info.get("valkey_version") or info.get("redis_version", "?")
-        return f"Redis {version} by the cache {self._cache!r}"
+        return gettext("Redis %(version)s by the cache %(cache)r") % {
+            "version": version,
+            "cache": self._cache,
+        }
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
