@@ -101,7 +101,8 @@ def _psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        raise ImproperlyConfigured("PostgreSQL needs psycopg 3: kjo-django[postgres]") from error
+        why = f"PostgreSQL needs psycopg 3, 'kjo-django[postgres]' and 'psycopg[binary]': {error}"
+        raise ImproperlyConfigured(why) from error
     return psycopg
 
 
