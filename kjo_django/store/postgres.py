@@ -101,8 +101,7 @@ def _psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        why = f"PostgreSQL needs psycopg 3, 'kjo-django[postgres]' and 'psycopg[binary]': {error}"
-        raise ImproperlyConfigured(why) from error
+        raise ImproperlyConfigured(f"PostgreSQL needs psycopg[binary] 3: {error}") from error
     return psycopg
 
 

@@ -130,7 +130,7 @@ def test_psycopg_2_alone_is_answered_with_what_to_install(monkeypatch: pytest.Mo
     """Django goes on with it, and with a psycopg 3 that finds no libpq too."""
     postgres = pytest.importorskip("kjo_django.store.postgres")
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(ImproperlyConfigured, match=r"'psycopg\[binary\]': import of psycopg"):
+    with pytest.raises(ImproperlyConfigured, match=r"psycopg\[binary\] 3: import of psycopg"):
         postgres._psycopg.__wrapped__()
 
 
