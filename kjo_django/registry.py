@@ -21,7 +21,7 @@ from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer, storable_text
 from kjo_django.retries import OwnBackoff
 from kjo_django.transports.base import Record
-from kjo_django.values import Rate, did_you_mean, listed
+from kjo_django.values import Rate, did_you_mean, listed, signature_of
 
 if TYPE_CHECKING:  # The registry is imported before there are models.
     from kjo_django.store.rows import JobRow
@@ -91,7 +91,7 @@ class Handler:
         """The registered name, ``<app>.<function>`` by default."""
         # A callable object is one by its class.
         self.is_async: bool = any(map(iscoroutinefunction, (function, type(function).__call__)))
-        self._signature = inspect.signature(function)
+        self._signature = signature_of(function)
         self._names: tuple[frozenset[str], frozenset[str]] | None = None
         """The names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
         self._argument_names: list[str] | None = None

@@ -27,7 +27,7 @@ from kjo_django.exceptions import (
     is_ctrl_c,
 )
 from kjo_django.logs import get_logger
-from kjo_django.values import number, timedelta_of
+from kjo_django.values import number, signature_of, timedelta_of
 
 logger = get_logger("kjo_django")
 
@@ -102,7 +102,7 @@ def backoff_of(value: Any) -> OwnBackoff:
     if callable(value):
         with suppress(ValueError):  # the signature of a builtin is not known
             try:
-                inspect.signature(value).bind(1, Exception())
+                signature_of(value).bind(1, Exception())
             except TypeError:
                 raise TypeError("a function that takes the attempt and its error") from None
         if inspect.iscoroutinefunction(value):

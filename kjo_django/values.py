@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +23,14 @@ ANY_SIZE = sys.maxsize
 LONGEST = timedelta(days=36_500)
 """The longest time anything takes or is kept: every database and every clock knows the moment so
 far away, and a lock can be waited for so long."""
+
+signature_of = inspect.signature
+"""Returns the signature of a function, whose annotations may name what only a type checker imports.
+Since Python 3.14 a function can be declared so without ``from __future__ import annotations``."""
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    signature_of = partial(inspect.signature, annotation_format=Format.FORWARDREF)
 
 
 def is_kept(number: float) -> bool:

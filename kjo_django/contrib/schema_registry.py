@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from base64 import b64encode
@@ -41,7 +42,6 @@ try:
     from fastavro import parse_schema
     from fastavro.validation import ValidationError, validate
     from google.protobuf import json_format
-    from httpx2 import TransportError
 except ImportError as error:
     raise ImportError(
         f"{error}: for a schema registry, pip install 'kjo-django[registry]'"
@@ -304,11 +304,16 @@ def _fields_of(message: Any) -> dict[str, Any]:
         if kind is not None and kind.GetOptions().map_entry:
             of_value = kind.fields_by_name["value"]
             found[field.name] = {key: _plain(of_value, value[key]) for key in value}
-        elif field.is_repeated:
+        elif _is_repeated(field):
             found[field.name] = [_plain(field, each) for each in value]
         else:
             found[field.name] = _plain(field, value)
     return found
+
+
+def _is_repeated(field: Any) -> bool:
+    known = getattr(field, "is_repeated", None)  # since protobuf 6.31, which warns of the label
+    return bool(field.label == field.LABEL_REPEATED if known is None else known)
 
 
 def _plain(field: Any, value: Any) -> Any:
@@ -351,7 +356,14 @@ def is_outage(error: BaseException) -> bool:
         status, code = error.http_status_code, error.error_code
         is_other_server = status == 404 and code not in UNKNOWN
         return status >= 500 or status in DENIED or is_other_server
-    return isinstance(error, TransportError | OAuthTokenError)
+    return isinstance(error, (OAuthTokenError, *_transport_errors()))
+
+
+def _transport_errors() -> list[type[Exception]]:
+    """Return what the client's HTTP library raises where no answer comes. The library is httpx2,
+    before confluent-kafka 2.16 httpx; the client has imported it."""
+    libraries = [sys.modules[name] for name in ("httpx2", "httpx") if name in sys.modules]
+    return [library.TransportError for library in libraries]
 
 
 def _unavailable(error: Exception) -> ServiceUnavailableError:

@@ -6,7 +6,6 @@ over is named with the reason, and nothing of it is stored.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from kjo_django import registry
 from kjo_django.models import Schedule
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.schedules.declarations import ScheduleFaults, checked, insert, name_fault
+from kjo_django.values import signature_of
 
 PREFIX = "django_celery_beat_"
 SETTINGS = ("CELERY_BEAT_SCHEDULE", "CELERYBEAT_SCHEDULE")
@@ -152,7 +152,7 @@ def _payload(handler: registry.Handler, args: Any, kwargs: Any) -> dict[str, Any
         return dict(kwargs)
     names = [
         parameter.name
-        for parameter in inspect.signature(handler.function).parameters.values()
+        for parameter in signature_of(handler.function).parameters.values()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ][1 if handler.options.takes_context else 0 :]
     if handler.options.batch is not None or len(args) > len(names):

@@ -101,7 +101,7 @@ def _psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        raise ImproperlyConfigured("PostgreSQL needs psycopg 3: kjo-django[postgres]") from error
+        raise ImproperlyConfigured(f"PostgreSQL needs psycopg[binary] 3: {error}") from error
     return psycopg
 
 

@@ -101,6 +101,39 @@ def test_they_say_what_they_are(metadata: Message) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == everything | {"all", "migrate"}
 
 
+RELATIVE = re.compile(r'\]\((?![a-z]+:|#)|\bsrc(?:set)?="(?![a-z]+:)')
+AT_THE_TAG = re.compile(
+    r"https://forge[.]example/shop/kjo_django/(?:blob|raw)/v[\d.]+/([^)\s\"#]+)"
+)
+
+
+def test_a_releases_description_links_to_files_of_its_tag(tmp_path: Path) -> None:
+    # Given the address of the repository, as where a release is built
+    environment = {**os.environ, "KJO_REPOSITORY_URL": "https://forge.example/shop/kjo_django/"}
+    # When
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    # Then
+    (built,) = tmp_path.iterdir()
+    with zipfile.ZipFile(built) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        said = Parser().parsestr(wheel.read(name).decode())
+    text = said.get_payload()
+    linked = AT_THE_TAG.findall(text)
+    assert len(linked) > 10 and not RELATIVE.search(text)
+    assert {"docs/images/overview-light.png", "docs/tutorial.md", "LICENSE"} <= {*linked}
+    urls = dict(line.split(", ") for line in said.get_all("Project-URL"))
+    assert urls["Repository"] == "https://forge.example/shop/kjo_django"
+    linked += AT_THE_TAG.findall(" ".join(urls.values()))
+    assert [path for path in linked if not (ROOT / path).is_file()] == []
+    run(sys.executable, "-m", "twine", "check", "--strict", built)
+
+
+def test_without_an_address_none_is_named(metadata: Message) -> None:
+    assert "Project-URL" not in metadata
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+
+
 def test_the_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built[".whl"]) as wheel:
         names = wheel.namelist()
@@ -115,6 +148,7 @@ def test_the_sdist_has_what_the_wheel_is_built_of(built: dict[str, Path]) -> Non
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {
         "pyproject.toml",
+        "hatch_build.py",
         "README.md",
         "LICENSE",
         "docs/index.md",

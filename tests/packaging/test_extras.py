@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 
 from tests.absence import PACKAGES, VARIABLE
 
@@ -69,6 +70,13 @@ client.force_login(User.objects.create_superuser("anna"))
 page = client.get("/admin/kjo_django/dashboard/jobs/")
 print("page:", page.status_code, "ledger.write" in page.content.decode())
 """
+START_WITHOUT_LIBPQ = """
+import ctypes.util, sys
+import django
+sys.modules["psycopg_c"] = sys.modules["psycopg_binary"] = None
+ctypes.util.find_library = lambda name: None
+django.setup()
+"""
 
 
 def run_without(extra: str, program: str, database: Path | str = ":memory:") -> str:
@@ -97,6 +105,33 @@ def test_without_an_extra_only_its_parts_are_missing_and_they_name_it(extra: str
     assert {name for name in needs if any(f"{m}.".startswith(f"{name}.") for m in said)} == {*needs}
     if extra in SAYS:
         assert said[SAYS[extra]].endswith(f"pip install 'kjo-django[{extra}]'")
+
+
+@pytest.mark.medium
+def test_psycopg_without_a_libpq_says_so_as_the_page_for_operators_quotes() -> None:
+    # Given a project on PostgreSQL
+    environment = {
+        **os.environ,
+        "DATABASE_URL": "postgres://127.0.0.1:1/shop",
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+    }
+    # When it starts where the system has no libpq
+    program = [sys.executable, "-c", START_WITHOUT_LIBPQ]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
+    # Then
+    page = (ROOT / "docs/how-to/production.md").read_text().partition("### Which psycopg")[2]
+    quoted = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert done.returncode == 1 and quoted
+    assert [line for line in quoted if line not in done.stderr.splitlines()] == []
+
+
+@pytest.mark.medium
+def test_psycopg_2_alone_is_answered_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Django goes on with it, and with a psycopg 3 that finds no libpq too."""
+    postgres = pytest.importorskip("kjo_django.store.postgres")
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ImproperlyConfigured, match=r"psycopg\[binary\] 3: import of psycopg"):
+        postgres._psycopg.__wrapped__()
 
 
 @pytest.mark.medium("all")

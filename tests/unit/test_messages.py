@@ -117,9 +117,9 @@ def test_what_cannot_be_read_is_poison_with_a_reason(data):
     assert raised.value.reason == "deserialization"
 
 
-def test_ten_thousand_levels_are_refused_or_read_never_fatal():
-    """Promise: no message takes the process down."""
-    data = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
+def test_a_hundred_thousand_levels_are_refused_never_fatal():
+    """Promise: no message takes the process down. Python 3.14 reads some tens of thousands."""
+    data = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     with pytest.raises(MessageError, match="too deeply"):
         JSON.loads(data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from inspect import signature
 
 import pytest
 
@@ -76,7 +77,9 @@ def listener(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisL
     monkeypatch.setattr(listening, "_ASK_AFTER", 0.1)
     monkeypatch.setattr(listening, "_ANSWERS_WITHIN", 0.5)
     monkeypatch.setattr(RedisListener, "longest_sleep", 0.05)
-    client = Redis(port=server.port, protocol=2, socket_timeout=2)
+    # What the server above speaks; before redis 5 there was nothing else, and no such argument.
+    spoken = {"protocol": 2} if "protocol" in signature(Redis.__init__).parameters else {}
+    client = Redis(port=server.port, socket_timeout=2, **spoken)
     found = RedisListener("Redis", lambda: client, {"a": "a"})
     yield found
     found.close()

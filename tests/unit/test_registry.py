@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from django.test import override_settings
 from kjo_django import job, registry
 from kjo_django.messages import serializers
 from kjo_django.messages.serializers import serializer_for
+from kjo_django.values import signature_of
 from tests.ledger import jobs as ledger
 
 
@@ -21,6 +23,18 @@ def _own_registry(monkeypatch):
     """What a test declares is forgotten afterwards."""
     monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     monkeypatch.setattr(serializers, "_serializers", dict(serializers._serializers))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
+def test_an_annotation_may_name_what_only_a_type_checker_imports():
+    """Since Python 3.14 without ``from __future__ import annotations``, which this module has."""
+    declared, source = {}, "def ship(order: Order, by: Carrier = None): ..."
+    exec(compile(source, "jobs.py", "exec", dont_inherit=True), declared)
+    handler = job(name="shop.ship")(declared["ship"]).handler
+    assert handler.required_arguments({}) == ["order"]
+    assert handler.check_arguments({"order": 7, "by": "post"}) is None
+    assert handler.check_arguments({"order": 7, "to": "Ada"}) is not None
+    assert [*signature_of(declared["ship"]).parameters] == ["order", "by"]
 
 
 def test_jobs_of_installed_apps_are_found_and_named_after_their_app():

@@ -23,6 +23,7 @@ TOP_LEVEL = {
     "README.md",
     "docs",
     "example_project",
+    "hatch_build.py",
     "kjo_django",
     "manage.py",
     "pyproject.toml",

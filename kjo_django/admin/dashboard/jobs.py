@@ -28,6 +28,7 @@ from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
+from kjo_django.values import signature_of
 from kjo_django.workflows.lists import waits_for, workflow_of
 
 SIZE = 50
@@ -118,7 +119,7 @@ def _argument_names(handler: registry.Handler) -> list[str]:
     if handler.options.batch is not None:
         return []
     hidden = redaction.hidden_by(handler.name)
-    names = list(inspect.signature(handler.function).parameters.items())
+    names = list(signature_of(handler.function).parameters.items())
     return [
         name
         for name, parameter in names[1 if handler.options.takes_context else 0 :]

@@ -92,11 +92,16 @@ class Open:
 
 
 def enter(span: Span, under: Context | None = None) -> Open:
-    """Make a span current.
+    """Make a span current, unless it is in no trace: without an SDK, early versions of the API give
+    such a span also where there is a trace.
 
     :param under: the context it is set in; the current one if not given.
     """
-    return Open(span, contexts.attach(trace.set_span_in_context(span, under)))
+    if under is None:
+        under = contexts.get_current()
+    if span.get_span_context().is_valid:
+        under = trace.set_span_in_context(span, under)
+    return Open(span, contexts.attach(under))
 
 
 @quiet

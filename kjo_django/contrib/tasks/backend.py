@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
@@ -43,7 +42,7 @@ from kjo_django.contrib.tasks.definition import (
 )
 from kjo_django.logs import contained
 from kjo_django.messages import headers as names
-from kjo_django.values import MAX_QUEUE_LENGTH, did_you_mean, queue_name
+from kjo_django.values import MAX_QUEUE_LENGTH, did_you_mean, queue_name, signature_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,7 +90,7 @@ class KJOBackend(BaseTaskBackend):
         args, kwargs = normalize_json(list(args)), normalize_json(dict(kwargs))
         first = (None,) if task.takes_context else ()
         try:
-            inspect.signature(task.func).bind(*first, *args, **kwargs)
+            signature_of(task.func).bind(*first, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{task.module_path}: {error}") from None
         result: KJOTaskResult = results.store_task(self, task, args, kwargs)

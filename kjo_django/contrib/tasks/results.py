@@ -53,7 +53,7 @@ from kjo_django.registry import HandlerOptions
 from kjo_django.running_job import worker_name
 from kjo_django.runtime import current_runtime, databases, jobs_database
 from kjo_django.states import JobState, JobStatus
-from kjo_django.values import duration
+from kjo_django.values import duration, signature_of
 
 logger = get_logger("kjo_django")
 
@@ -176,7 +176,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
 
 def _arguments(task: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names, without the context."""
-    signature = inspect.signature(task.func)
+    signature = signature_of(task.func)
     first = (None,) if task.takes_context else ()
     bound = signature.bind(*first, *args, **kwargs).arguments
     named = {name: bound[name] for name in list(bound)[len(first) :]}

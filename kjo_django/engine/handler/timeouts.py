@@ -118,11 +118,18 @@ class RunningCall:
         if limit is None:
             watch.calls.discard(self)
             return
-        with watch.lock:
+        # The timeout may come while this thread waits for the lock, which the watch holds. Python
+        # 3.14 raises it when ``with`` has the lock and would not give it back; here C notes both.
+        held: list[bool] = []
+        try:
+            held.extend(map(watch.lock.acquire, (True,)))
             watch.calls.discard(self)
             if self.is_fired:
                 # Not delivered yet? Then it must not hit what this thread does next.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id), None)
+        finally:
+            if held:
+                watch.lock.release()
         watch.check()
         if self.is_lost:
             if isinstance(error, HandlerTimeout):

@@ -15,6 +15,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import milliseconds
 from kjo_django.logs import get_logger
+from kjo_django.values import signature_of
 
 logger = get_logger("kjo_django")
 
@@ -168,7 +169,7 @@ def _as_error(told: Any) -> BaseException:
 def _takes_callback(function: Callable[..., Any]) -> bool:
     """Return whether the function is called as ``handler(job, callback)``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
     return len(needed) == 2
 
