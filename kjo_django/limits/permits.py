@@ -266,6 +266,12 @@ class Permits:
             end = began + answer.wait + ask.lasts - TO_THE_CALL
             taken = Taken(ask.paces, answer.stamp, ended + answer.wait, end)
         state.asked_at = began
+        if taken is not None and taken.end < taken.begin:
+            # The answer took too long. Another one in its place would be given for now, which its
+            # moment may lie behind.
+            self._used.append((taken, None))
+            self._on_unused(delivery)
+            taken = None
         if self._line.get(id(delivery)) is not delivery:
             # It starts no more, as it was found meanwhile.
             if taken is not None:
