@@ -9,7 +9,6 @@ from typing import Any
 from kjo_django.limits import control
 from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.operations.actions import ACTIONS
-from kjo_django.store.counting import COUNT_LIMIT
 
 ACTOR = "kjo_limits"
 DECLARED = "declared"
@@ -98,7 +97,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     texts = [f"{option} {declared[option]}" for option in control.OPTIONS if declared[option]]
     numbers = ("burst", "concurrency", "taken_count")
     counts = ("-" if row[name] is None else f"{row[name]:,}" for name in numbers)
-    waiting = f"{row['waiting_count']:,}{'+' if row['waiting_count'] >= COUNT_LIMIT else ''}"
+    waiting = f"{row['waiting_count']:,}{'+' if row['waiting_is_lower_bound'] else ''}"
     return (
         *(row["name"], row["rate"] or "-", *counts, waiting),
         *(", ".join(texts) or "-", row["changed_by"] or "-"),
