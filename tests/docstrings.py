@@ -173,7 +173,9 @@ def signature(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 def _written(parameter: inspect.Parameter) -> str:
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+    # Of a Literal, Python keeps the annotation with other quotes than ruff wants in pages.
+    wanted = str(parameter.annotation).replace("'", '"')
+    annotation = "" if parameter.annotation is parameter.empty else f": {wanted}"
     default = parameter.default
     if default is parameter.empty:
         return f"{stars}{parameter.name}{annotation}"

@@ -31,14 +31,14 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print one line for each queue and worker."""
-        queues = [("queue", *COUNTED, "dead", "oldest dead", "lag", "oldest", "")]
+        queues = [("queue", *COUNTED, "running", "dead", "oldest dead", "lag", "oldest", "")]
         for row in answer["queues"]:
             jobs = (f"{row['states'][state]:,}" for state in COUNTED)
+            running, lag = _count(row["running_count"]), _count(row["lag"])
             dead = f"{row['open_dead_letters']:,}", _age(row["oldest_dead_letter_seconds"])
-            lag = "?" if row["lag"] is None else f"{row['lag']:,}"
             oldest = _age(row["oldest_waiting_seconds"])
             note = "paused" if row["is_paused"] else row["lag_error"] or ""
-            queues.append((row["queue"], *jobs, *dead, lag, oldest, note))
+            queues.append((row["queue"], *jobs, running, *dead, lag, oldest, note))
         self.table(queues)
         if answer["is_capped"]:
             self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
@@ -58,6 +58,10 @@ class Command(KjoCommand):
             heartbeat = _age(worker["heartbeat_age_seconds"])
             rows.append((worker["name"], consumed, busy, *counts, heartbeat))
         self.table(rows)
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
 
 
 def _age(seconds: float | None) -> str:
