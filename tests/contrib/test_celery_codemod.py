@@ -1188,3 +1188,108 @@ def test_without_the_extra_the_command_says_which_one() -> None:
     )
     # Then
     assert "pip install 'kjo-django[migrate]'" in done.stderr
+
+
+# --- What is not surely the same ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["send", "[*send]", "{'a': 1, **send}", "Mail(to=send)", "str() as send", "1 | (2 as send)"],
+)
+def test_a_name_that_a_match_binds_is_no_task(pattern: str, called: Rewrite) -> None:
+    code = f"match order:\n    case {pattern}:\n        send.delay(7)"
+    assert called(code) == code
+
+
+def test_a_match_may_change_what_an_enqueue_is_given_at_the_commit(called: Rewrite) -> None:
+    code = called(
+        """
+        transaction.on_commit(lambda: send.delay(number))
+        match order:
+            case [number]:
+                pass
+        """,
+        "from django.db import transaction",
+    )
+    assert "transaction.on_commit(lambda: send.enqueue(order_id=number))" in code
+
+
+@pytest.mark.parametrize(
+    "head", ["while m.call_args_list:", "match m.call_args_list:\n        case [call]:"]
+)
+def test_what_a_mock_has_noted_is_named_where_a_block_reads_it(head: str, project: Project) -> None:
+    # Given
+    project.write(
+        "shop/tests.py",
+        "from unittest.mock import patch\n\n\n"
+        '@patch("shop.tasks.send.delay")\n'
+        f"def test_it(m):\n    {head}\n            pass\n",
+    )
+    # When
+    project.migrate()
+    # Then
+    assert any("arguments may be read by place" in each for each in project.reasons)
+
+
+def test_a_schedule_whose_queue_is_no_text_is_left(project: Project) -> None:
+    """KJO["QUEUES"] has to name it."""
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        """
+        NIGHT = "night"
+        CELERY_BEAT_SCHEDULE = {
+            "a": {"task": "shop.tasks.send", "schedule": 60, "options": {"queue": NIGHT}},
+        }
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    given: dict[str, Any] = {}
+    exec(path.read_text(), given)
+    assert "SCHEDULES" not in given["KJO"]
+    assert "CELERY_BEAT_SCHEDULE" in given
+    assert any("its queue is no text" in each for each in project.reasons)
+
+
+@pytest.mark.parametrize("comment", ["# noqa: E501", "# type: ignore[misc]", "# at night"])
+def test_the_comment_behind_a_rewritten_statement_stays(comment: str, called: Rewrite) -> None:
+    code = "send.apply_async((7,), queue='a')"
+    assert called(f"{code}  {comment}") == f"send.using(queue='a').enqueue(order_id=7)  {comment}"
+
+
+def test_a_noqa_within_what_is_rewritten_is_named(called: Rewrite, project: Project) -> None:
+    called("send.apply_async(\n    (7,),  # noqa: COM812\n    queue='a',\n)")
+    assert any(each.startswith("# noqa: COM812: it was within") for each in project.reasons)
+
+
+def test_the_noqa_of_an_import_that_goes_is_not_named(called: Rewrite, project: Project) -> None:
+    called("send.delay(7)", "from celery import shared_task  # noqa: F401")
+    assert not any("noqa" in each for each in project.reasons)
+
+
+def test_the_comments_of_settings_that_are_moved_stay_or_are_named(project: Project) -> None:
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        """
+        # Nightly work
+        CELERY_BEAT_SCHEDULE = {  # see the wiki
+            # before the shop opens
+            "a": {"task": "shop.tasks.send", "schedule": 60},  # noqa: X1
+        }
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    code = path.read_text()
+    for comment in ("# Nightly work", "# see the wiki", "# before the shop opens", "# noqa: X1"):
+        assert comment in code or any(each.startswith(comment) for each in project.reasons)
+
+
+def test_a_task_that_a_module_binds_anew_is_not_the_task(called: Rewrite) -> None:
+    code = called("send.delay(7)", "\nsend = order(send)\n")
+    assert code == "send.delay(7)"
