@@ -1293,3 +1293,64 @@ def test_the_comments_of_settings_that_are_moved_stay_or_are_named(project: Proj
 def test_a_task_that_a_module_binds_anew_is_not_the_task(called: Rewrite) -> None:
     code = called("send.delay(7)", "\nsend = order(send)\n")
     assert code == "send.delay(7)"
+
+
+def test_a_signature_of_a_periodic_task_is_left_with_it(called: Rewrite, project: Project) -> None:
+    """Celery cannot run a step."""
+    code = "order.add_periodic_task(3600, send.s(7), name='hourly')"
+    assert called(code) == code
+    assert [each for each in project.reasons if "periodic" in each] == [
+        f"{code}: periodic tasks are declared"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decorator", "is_left"),
+    [
+        ("retried", True),
+        ("retried(3)", True),
+        ("transaction.atomic", False),
+        ("functools.cache", False),
+    ],
+)
+def test_a_decorator_of_a_bound_function_is_given_a_context(
+    decorator: str, is_left: bool, declared: Rewrite, project: Project
+) -> None:
+    """It may call self.retry()."""
+    imports = "import functools\nfrom django.db import transaction\nfrom shop.again import retried"
+    code = declared(f"{imports}\n\n@shared_task(bind=True)\n@{decorator}\ndef act(self): ...\n")
+    assert ("@shared_task" in code) == is_left
+    assert any("below it is given" in each for each in project.reasons) == is_left
+
+
+def test_the_decorator_of_a_function_that_is_not_bound_may_be_any(declared: Rewrite) -> None:
+    assert declared("@shared_task\n@retried\ndef act(): ...").startswith("@job\n@retried")
+
+
+@pytest.mark.parametrize(
+    ("setting", "here", "why"),
+    [
+        ("CELERY_TASK_EAGER_PROPAGATES=True", "", "are not run by the call"),
+        ("CELERY_TASK_ALWAYS_EAGER=True", "@immediate()", "raises the errors of handlers"),
+        (
+            "CELERY_TASK_ALWAYS_EAGER=True, CELERY_TASK_EAGER_PROPAGATES=True",
+            "@immediate()",
+            "",
+        ),
+    ],
+)
+def test_what_a_test_says_of_tasks_at_once(
+    setting: str, here: str, why: str, project: Project
+) -> None:
+    # Given
+    path = project.write(
+        "shop/tests.py",
+        "from django.test import override_settings\n\n\n"
+        f"@override_settings({setting})\ndef test_it():\n    pass\n",
+    )
+    # When
+    project.migrate()
+    # Then
+    assert (here or f"@override_settings({setting})") in path.read_text()
+    found = [each.why for each in project.report.findings if each.file.endswith("tests.py")]
+    assert [why in each for each in found] == ([True] if why else [])

@@ -27,9 +27,10 @@ ASSERTIONS = frozenset(
 )
 NOTED = frozenset({"call_args", "call_args_list"})
 """What a mock has noted of the arguments of its calls."""
-EAGER = frozenset(
-    {"CELERY_TASK_ALWAYS_EAGER", "CELERY_TASK_EAGER_PROPAGATES", "CELERY_ALWAYS_EAGER"}
-)
+AT_ONCE = frozenset({"CELERY_TASK_ALWAYS_EAGER", "CELERY_ALWAYS_EAGER"})
+EAGER = AT_ONCE | {"CELERY_TASK_EAGER_PROPAGATES", "CELERY_EAGER_PROPAGATES_EXCEPTIONS"}
+RAISED_WHY = "enqueue() raises the errors of handlers, as Celery did with EAGER_PROPAGATES alone"
+RAISED_TO_DO = "immediate(raise_errors=False), if the settings have no EAGER_PROPAGATES"
 EAGER_TO_DO = "self.enterContext(immediate()) in setUp, or drain(), both of kjo_django.testing"
 
 
@@ -417,8 +418,10 @@ class MockPlanner(Planner):
         if not given.keys() & EAGER:
             return
         is_on = all(is_name(value, "True") for value in given.values())
-        if given.keys() <= EAGER and is_on and node in self._blocks:
+        if given.keys() <= EAGER and given.keys() & AT_ONCE and is_on and node in self._blocks:
             self.file.change(node, self._immediate, "mocks")
+            if given.keys() <= AT_ONCE:
+                self.file.remark(self.file.line(node), code_of(node), RAISED_WHY, RAISED_TO_DO)
             return
         why = "jobs are not run by the call that enqueues them"
         self.file.leave(node, "mocks", code_of(node), why, EAGER_TO_DO)
