@@ -457,10 +457,11 @@ def test_a_name_that_a_function_binds_is_no_task(
     assert any("was not found" in each for each in project.reasons)
 
 
-def test_a_name_that_is_imported_from_two_places_is_no_task(
-    called: Rewrite, project: Project
+@pytest.mark.parametrize("line", ["from shop.mail import send", "\nsend = order(send)\n"])
+def test_a_name_that_a_module_binds_twice_is_no_task(
+    line: str, called: Rewrite, project: Project
 ) -> None:
-    assert called("send.delay(7)", "from shop.mail import send") == "send.delay(7)"
+    assert called("send.delay(7)", line) == "send.delay(7)"
     assert any("was not found" in each for each in project.reasons)
 
 
@@ -469,12 +470,15 @@ def test_a_name_that_a_function_imports_is_a_task(called: Rewrite) -> None:
     assert called(code) == code.replace("delay(7)", "enqueue(album=7)")
 
 
-def test_a_comment_that_a_rewrite_loses_is_named(called: Rewrite, project: Project) -> None:
+@pytest.mark.parametrize("comment", ["# the first", "# noqa: COM812"])
+def test_a_comment_that_a_rewrite_loses_is_named(
+    comment: str, called: Rewrite, project: Project
+) -> None:
     # When
-    code = called("send.apply_async(\n    (7,),  # the first\n    countdown=5,\n)")
+    code = called(f"send.apply_async(\n    (7,),  {comment}\n    countdown=5,\n)")
     # Then
     assert code == "send.using(delay=5).enqueue(order_id=7)"
-    assert any("# the first: it was" in each for each in project.reasons)
+    assert any(each.startswith(f"{comment}: it was within") for each in project.reasons)
 
 
 def test_a_generator_expression_awaits_nothing(project: Project) -> None:
@@ -1260,11 +1264,6 @@ def test_the_comment_behind_a_rewritten_statement_stays(comment: str, called: Re
     assert called(f"{code}  {comment}") == f"send.using(queue='a').enqueue(order_id=7)  {comment}"
 
 
-def test_a_noqa_within_what_is_rewritten_is_named(called: Rewrite, project: Project) -> None:
-    called("send.apply_async(\n    (7,),  # noqa: COM812\n    queue='a',\n)")
-    assert any(each.startswith("# noqa: COM812: it was within") for each in project.reasons)
-
-
 def test_the_noqa_of_an_import_that_goes_is_not_named(called: Rewrite, project: Project) -> None:
     called("send.delay(7)", "from celery import shared_task  # noqa: F401")
     assert not any("noqa" in each for each in project.reasons)
@@ -1288,11 +1287,6 @@ def test_the_comments_of_settings_that_are_moved_stay_or_are_named(project: Proj
     code = path.read_text()
     for comment in ("# Nightly work", "# see the wiki", "# before the shop opens", "# noqa: X1"):
         assert comment in code or any(each.startswith(comment) for each in project.reasons)
-
-
-def test_a_task_that_a_module_binds_anew_is_not_the_task(called: Rewrite) -> None:
-    code = called("send.delay(7)", "\nsend = order(send)\n")
-    assert code == "send.delay(7)"
 
 
 def test_a_signature_of_a_periodic_task_is_left_with_it(called: Rewrite, project: Project) -> None:
