@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -97,6 +97,10 @@ def _declared(kind: type[Any]) -> dict[str, Attribute]:
                 returned, " ".join(read(ast.get_docstring(node)).paragraphs)
             )
     found |= _assigned(tree.body, ast.Name)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in found:  # another name
+            (target,) = node.targets
+            found[ast.unparse(target)].type = found[ast.unparse(node.value)].type
     return {name: each for name, each in found.items() if not name.startswith("_")}
 
 
@@ -169,11 +173,15 @@ def signature(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 def _written(parameter: inspect.Parameter) -> str:
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+    # Of a Literal, Python keeps the annotation with other quotes than ruff wants in pages.
+    wanted = str(parameter.annotation).replace("'", '"')
+    annotation = "" if parameter.annotation is parameter.empty else f": {wanted}"
     default = parameter.default
     if default is parameter.empty:
         return f"{stars}{parameter.name}{annotation}"
     default = default.value if isinstance(default, Enum) else default
+    if repr(default).startswith("<"):  # an object without a literal, or made anew for each call
+        return f"{stars}{parameter.name}{annotation} = ..."
     value = json.dumps(default) if isinstance(default, str) else repr(default)
     return f"{stars}{parameter.name}{annotation}{' = ' if annotation else '='}{value}"
 
@@ -212,16 +220,24 @@ def class_lines(
     table: Callable[..., Iterator[str]],
     without: type[Any] | None = None,
     elsewhere: Mapping[str, str] | None = None,
+    options: tuple[str, Sequence[str]] | None = None,
+    is_constructed: bool = False,
 ) -> Iterator[str]:
     """Yield what a class has.
 
     :param table: writes a table, of its head and rows.
     :param without: a base that is described before.
     :param elsewhere: by the name of a method, where its parameters are described.
+    :param options: a heading of the same page with a table of options, and the attributes that are
+        described there.
+    :param is_constructed: say how an object is made.
     """
     name = kind.__name__
     yield f"## {name}"
     yield ""
+    if is_constructed:
+        yield from signature("__init__", kind.__init__)
+        yield ""
     yield from text_lines(read(kind.__doc__))
     if without is not None:
         base = without.__name__
@@ -232,10 +248,20 @@ def class_lines(
     calls = {key: each for key, each in methods(kind).items() if key not in before}
     own = [key for key, each in values.items() if OWN_USE in each.text]
     own += [key for key, each in calls.items() if OWN_USE in " ".join((each.__doc__ or "").split())]
+    heading, in_table = options or ("", ())
+    is_enum = issubclass(kind, Enum)
     if rows := [
-        (f"`{key}`", f"`{each.type}`", each.text) for key, each in values.items() if key not in own
+        (f"`{key}`", f"`{kind[key].value if is_enum else each.type}`", each.text)
+        for key, each in values.items()
+        if key not in own and key not in in_table
     ]:
-        yield from table(("Attribute", "Type", "Meaning"), rows)
+        head = ("Member", "Value") if is_enum else ("Attribute", "Type")
+        yield from table((*head, "Meaning"), rows)
+        yield ""
+    if in_table:
+        anchor = heading.lower().replace(" ", "-")
+        names = ", ".join(f"`{key}`" for key in in_table)
+        yield f"In the table of [{heading.lower()}](#{anchor}): {names}."
         yield ""
     for key, function in calls.items():
         if key not in own:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests import docstrings
+from tests import docstrings, public_classes
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BLOCK = re.compile(r"(<!-- from the code: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -389,6 +390,10 @@ def workflow_classes() -> Iterator[str]:
         yield from docstrings.class_lines(kind, table, base)
 
 
+for _name in public_classes.BLOCKS:
+    BLOCKS[_name] = partial(public_classes.lines, _name, table)
+
+
 # --- Commands -------------------------------------------------------------------------------------
 
 
@@ -501,6 +506,21 @@ def error_tree() -> Iterator[str]:
     yield "```text"
     yield from lines[start : lines.index("", start)]
     yield "```"
+
+
+@block
+def error_classes() -> Iterator[str]:
+    from kjo_django import exceptions
+
+    for name in tree_names(exceptions.__doc__ or ""):
+        yield f"## {name}"
+        yield ""
+        yield from docstrings.text_lines(docstrings.read(getattr(exceptions, name).__doc__))
+
+
+def tree_names(text: str) -> list[str]:
+    """Return the names of the classes in a drawn tree, in its order."""
+    return re.findall(r"^[│├└─ ]*([A-Z]\w+)(?= {2,}|$)", text, re.MULTILINE)
 
 
 @block

@@ -12,6 +12,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django.admin.base import KjoAdmin
+from kjo_django.admin.dashboard.figures import at_least
 from kjo_django.limits import control
 from kjo_django.models import LimitControl
 from kjo_django.operations.actions import Subject
@@ -127,10 +128,12 @@ class LimitAdmin(KjoAdmin):
         return _text(facts) if facts is not None else "–"
 
     @admin.display(description=_("waiting jobs"))
-    def waiting(self, limit: LimitControl) -> int:
+    def waiting(self, limit: LimitControl) -> str:
         """Return how many jobs wait for it."""
         facts = getattr(limit, "facts", None)
-        return facts["waiting_count"] if facts is not None else 0
+        if facts is None:
+            return "0"
+        return at_least(facts["waiting_count"], facts["waiting_is_lower_bound"])
 
 
 def _with_facts(limit: LimitControl, facts: dict[str, Any] | None) -> LimitControl:

@@ -37,7 +37,13 @@ Limit = shape(
     asked=LimitValues(help_text="By operators; null: as declared."),
     rate_key=serializers.CharField(allow_blank=True, help_text="Empty: one rate for all jobs."),
     concurrency_key=serializers.CharField(allow_blank=True, help_text="Empty: all are counted."),
-    waiting_count=serializers.IntegerField(help_text="Jobs that wait for it, up to 100,000."),
+    waiting_count=serializers.IntegerField(
+        help_text="Jobs that are due and have not started: in line, or met by no worker."
+    ),
+    in_line_count=serializers.IntegerField(help_text="Those of them that a worker has met."),
+    waiting_is_lower_bound=serializers.BooleanField(
+        help_text="Whether more may wait: 100,000 in line are counted, and 20,000 rows of a state."
+    ),
     taken_count=serializers.IntegerField(
         allow_null=True, help_text="Slots that are taken; null: not known, or one for each key."
     ),
@@ -70,5 +76,13 @@ def find(name: str) -> dict[str, Any]:
         raise Http404
     nothing = {"rate": None, "burst": None, "concurrency": None}
     keys = {"rate_key": "", "concurrency_key": "", "changed_by": ""}
-    counts = {"waiting_count": 0, "taken_count": None}
-    return {"name": name, **nothing, "declared": nothing, "asked": nothing, **keys, **counts}
+    counts = {"waiting_count": 0, "in_line_count": 0, "taken_count": None}
+    return {
+        "name": name,
+        **nothing,
+        "declared": nothing,
+        "asked": nothing,
+        **keys,
+        **counts,
+        "waiting_is_lower_bound": False,
+    }

@@ -7,26 +7,36 @@ in a row, and wins over what was declared; running workers obey within two secon
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from django.db import transaction
+from django.db.models import BooleanField, Exists, ExpressionWrapper, OuterRef
 
 from kjo_django import registry, signals
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import slot_name
 from kjo_django.enqueue.definition import MOST_SLOTS
+from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import lines
 from kjo_django.limits.rules import job_limit, queue_limit, rate_of
-from kjo_django.models import LimitControl
-from kjo_django.runtime import current_runtime, get_coordination, refuse_elsewhere
+from kjo_django.models import Job, LimitControl, is_scheduled
+from kjo_django.runtime import Runtime, current_runtime, get_coordination, refuse_elsewhere
+from kjo_django.states import JobState
+from kjo_django.store.counting import COUNT_LIMIT, many_grouped_counts
 from kjo_django.values import MOST_AT_ONCE, did_you_mean, rate, refuse_unknown, whole
 
 Observer = Callable[[Sequence[Any]], None]
 MOST_SHOWN = 100
 """Slots of one limit that are looked for to be counted."""
+LOOKED_AT = 20_000
+"""Rows of each state of which it is asked whether they wait in their queue; they are read from the
+table, as no index says when they are due."""
+MOST_RUNNING = 500
+"""Oldest queued jobs of which it is asked whether they run: those that run are among the first."""
 OPTIONS = ("rate", "burst", "concurrency")
 """What may be asked of a limit."""
 
@@ -74,8 +84,16 @@ def clear_limit(name: str, *, actor: str = "", on_changed: Observer | None = Non
 
 def overview() -> list[dict[str, Any]]:
     """Return every limit with what was declared, what an operator asked, what holds, and how many
-    jobs wait for it; 100,000 is a lower bound. The number of queries does not depend on how many
-    limits there are."""
+    jobs wait for it. The number of queries does not depend on how many limits there are.
+
+    ``waiting_count`` is the number of the limit's jobs, whatever their keys, that are due and have
+    not started: those in line, and pending and queued jobs that no worker has met. A retry that is
+    due counts once a worker has met it. ``in_line_count`` of them are in line, which includes those
+    that are released and on their way to a worker; the limit alone releases them.
+
+    ``waiting_is_lower_bound`` is true where there may be more: 100,000 in line are counted, and of
+    all queues together 20,000 pending and 20,000 queued jobs are looked at.
+    """
     runtime, settings = current_runtime(), get_settings()
     controls = {row.name: row for row in LimitControl.objects.using(runtime.database)}
     declared: dict[str, dict[str, Any]] = {}
@@ -95,10 +113,9 @@ def overview() -> list[dict[str, Any]]:
         if control is not None or own["rate"] is not None or own["concurrency"] is not None:
             # One that nobody has asked for says nothing.
             found.append(_shown(name, own, control or LimitControl()))
-    counts = lines.waiting_counts(runtime, [row["name"] for row in found])
-    for row in found:
-        row["waiting_count"] = counts[row["name"]]
-    _add_taken_slots(found)
+    if found:
+        _add_waiting(runtime, found)
+        _add_taken_slots(found)
     return found
 
 
@@ -137,6 +154,46 @@ def is_known(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _add_waiting(runtime: Runtime, found: Sequence[dict[str, Any]]) -> None:
+    """Add to each limit how many jobs wait for it, by two queries of the line, two of jobs, and
+    what coordination needs to say which of these run."""
+    in_line = lines.waiting_counts(runtime, [row["name"] for row in found])
+    unmet, is_capped = _unmet_jobs(runtime)
+    for row in found:
+        count = in_line[row["name"]]
+        row["waiting_count"] = count + max(0, unmet[row["name"]])
+        row["in_line_count"] = count
+        row["waiting_is_lower_bound"] = is_capped or count >= COUNT_LIMIT
+
+
+def _unmet_jobs(runtime: Runtime) -> tuple[Counter[str], bool]:
+    """Return by the name of a limit how many of its jobs are due, neither run nor are in line, and
+    whether only the first rows were looked at."""
+    jobs = Job.objects.using(runtime.database).order_by("pk")
+    place = lines.rows(runtime).filter(job_id=OuterRef("pk"), generation=OuterRef("generation"))
+    is_later = ExpressionWrapper(is_scheduled(CLOCK.now()), output_field=BooleanField())
+    looked_at = jobs.annotate(is_in_line=Exists(place), is_later=is_later)
+    states = (JobState.PENDING, JobState.QUEUED)
+    found = many_grouped_counts(
+        {str(state): looked_at.filter(state=state) for state in states},
+        ("queue", "handler", "is_later", "is_in_line"),
+        limit=LOOKED_AT,
+    )
+    counts: Counter[str] = Counter()
+    for groups, _is_capped in found.values():
+        for (queue, handler, later, met), (count, _oldest) in groups.items():
+            if not later and not met:
+                counts[queue_limit(queue)] += count
+                counts[job_limit(handler)] += count
+    queued = list(jobs.filter(state=JobState.QUEUED).defer("payload", "result")[:MOST_RUNNING])
+    running = leased_jobs(queued)
+    for job in queued:
+        if job.pk in running:
+            counts[queue_limit(job.queue)] -= 1
+            counts[job_limit(job.handler)] -= 1
+    return counts, any(is_capped for _groups, is_capped in found.values())
 
 
 def _add_taken_slots(found: Sequence[dict[str, Any]]) -> None:

@@ -65,9 +65,13 @@ class CancelResult(enum.StrEnum):
     """The result of cancelling one job."""
 
     CANCELLED = "cancelled"
+    """The job will not run; it may have been cancelled before."""
     NOT_FOUND = "not_found"
+    """There is no such job."""
     PROCESSING = "processing"
+    """The job is running. With ``abort``, it has been asked to end."""
     COMPLETED = "completed"
+    """The job had completed already."""
     FAILED = "failed"
     """The job had failed for good already; its record stays."""
 
@@ -76,8 +80,11 @@ class RequeueResult(enum.StrEnum):
     """The result of requeueing one job."""
 
     REQUEUED = "requeued"
+    """The job has a new run, with all its attempts."""
     NOT_FOUND = "not_found"
+    """There is no such job."""
     PROCESSING = "processing"
+    """The job is running; nothing was changed."""
     WAITING = "waiting"
     """The job waits for other steps of its workflow, which alone release it."""
     FORBIDDEN = "forbidden"

@@ -21,7 +21,7 @@ from datetime import datetime, time, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import F, Q, QuerySet
+from django.db.models import Count, F, Q, QuerySet
 from django.db.models.functions import Length
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
@@ -479,6 +479,15 @@ def _has_values(job: Job, arguments: Sequence[tuple[str, str]]) -> bool:
     )
 
 
+def running_counts() -> dict[str, int] | None:
+    """Return how many jobs of each queue run, as the list of jobs in the state *processing* has
+    them, at most 2,000 altogether; None while coordination cannot be reached."""
+    if (ids := _leased_ids()) is None:
+        return None
+    rows = Job.objects.using(jobs_database()).filter(pk__in=ids, state__in=OPEN).order_by()
+    return dict(rows.values_list("queue").annotate(Count("pk")))
+
+
 def running() -> list[UUID]:
     """Return the ids of at most 2,000 jobs that living workers hold a lease on; none while
     coordination cannot be reached.
@@ -486,6 +495,10 @@ def running() -> list[UUID]:
     A lease has the name of its message. The leases of messages of other services have no job's id
     and are not found.
     """
+    return _leased_ids() or []
+
+
+def _leased_ids() -> list[UUID] | None:
     prefixes = {get_settings().queue(name).key_prefix for name in registry.queue_names()}
     coordination = get_coordination()
     names: dict[str, str] = {}
@@ -494,13 +507,11 @@ def running() -> list[UUID]:
             found = itertools.islice(coordination.names(prefix), PROCESSING - len(names))
             names.update((name, name.removeprefix(prefix)) for name in found)
     except CoordinationError:
-        return []
+        return None
     ids = []
     for name in live_leases(list(names)):
-        try:
+        with suppress(ValueError):
             ids.append(UUID(names[name].partition(":")[0]))
-        except ValueError:
-            continue
     return ids
 
 

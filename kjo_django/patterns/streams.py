@@ -60,7 +60,13 @@ def truncate_error(text: str | None) -> str | None:
 
 
 class AbstractStreamProducer(abc.ABC, Generic[T]):
-    """Sends tasks to one stream."""
+    """Sends tasks to one stream.
+
+    The argument of its methods:
+
+    :param payload: what was given to ``send_task``.
+    :raises TypeError: when it is made: ``task_display_name`` or ``stream_key`` is missing.
+    """
 
     task_display_name: ClassVar[str]
     """The task's name in logs and errors."""
@@ -82,8 +88,10 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def on_send_failed(self, payload: T, error: str) -> None:
-        """Called when the task could not be stored, so that it will never run; ``error`` has at
-        most 500 characters."""
+        """Called when the task could not be stored, so that it will never run.
+
+        :param error: why, in at most 500 characters.
+        """
 
     def send_task(self, payload: T) -> uuid.UUID | None:
         """Store the task, to be sent with the caller's transaction; return the id of its row.
@@ -94,6 +102,8 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
 
         None: it could not be stored, ``on_send_failed`` was called, and the caller's transaction
         can go on.
+
+        :param payload: what the task is about; passed to the other methods.
         """
         identifier = "?"
         try:
@@ -130,16 +140,28 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
     """Runs the tasks of one stream. Defining a concrete class with its three names is enough;
     ``manage.py kjo_consume <stream_key>`` works on it.
 
-    One instance serves all threads of a worker: keep nothing of one task on it.
+    One instance serves all threads of a worker: keep nothing of one task on it. Its methods are
+    called outside a transaction, unless they say otherwise.
+
+    The argument of its methods:
+
+    :param payload: what ``parse_payload`` has returned.
+    :raises ImproperlyConfigured: at its definition: one of ``task_display_name``, ``stream_key``
+        and ``group_name`` is missing.
     """
 
     task_display_name: ClassVar[str]
+    """The task's name in logs and errors."""
     stream_key: ClassVar[str]
+    """The topic, and the name of its queue."""
     group_name: ClassVar[str]
+    """The consumer group."""
     transport: ClassVar[str] = "default"
+    """Alias in ``KJO["TRANSPORTS"]``."""
     max_retry_count: ClassVar[int] = 3
     """Retries after the first execution: 3 are 4 executions."""
     timeout: ClassVar[timedelta | None] = None
+    """Longest run of one attempt; ``KJO["TIMEOUT"]`` if not given."""
 
     def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -157,7 +179,10 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def parse_payload(self, fields: dict[str, Any]) -> T | None:
-        """Return the payload of an entry's fields. None, or an exception, makes a dead letter."""
+        """Return the payload of an entry's fields. None, or an exception, makes a dead letter.
+
+        :param fields: of the entry, by name; texts.
+        """
 
     @abc.abstractmethod
     def payload_identifier(self, payload: T) -> str:
@@ -169,7 +194,9 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def process_business(self, payload: T) -> None:
-        """Process the task. Raise ``PermanentError`` when another attempt cannot help."""
+        """Process the task. Raise ``PermanentError`` when another attempt cannot help; any other
+        exception fails the attempt.
+        """
 
     @abc.abstractmethod
     def mark_completed(self, payload: T) -> None:
@@ -177,15 +204,20 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def mark_failed(self, payload: T, error: str) -> None:
-        """Set the task's state to FAILED; ``error`` has at most 500 characters. Called in the
-        transaction of its dead letter."""
+        """Set the task's state to FAILED. Called in the transaction of its dead letter.
+
+        :param error: of the last attempt, in at most 500 characters.
+        """
 
     def should_skip(self, payload: T) -> bool:
         """Return whether there is nothing to do: the task is completed, or its subject is gone."""
         return False
 
     def retry_message(self, payload: T, retry_count: int) -> None:
-        """Called in the transaction that schedules retry number ``retry_count``, from 1."""
+        """Called in the transaction that schedules a retry.
+
+        :param retry_count: the number of the retry, from 1.
+        """
 
 
 class _StreamHandler(registry.Handler):

@@ -30,7 +30,9 @@ def all_enqueued(
     :param job: a job, a ``Queue``, or a handler's name.
     :param payload: compared as it comes back from its serializer, so a UUID equals its text. Of an
         object only the fields given are compared.
+    :param queue: the name of its queue.
     :param id: the unique id.
+    :param key: its key.
     """
     rows = Job.objects.using(jobs_database()).open().filter(destination="").order_by("created_at")
     if job is not None:
@@ -46,8 +48,11 @@ def assert_enqueued(
 ) -> Job:
     """Return the newest open job that matches; fail, with the list of open jobs, if none does.
 
+    :param job: as of ``all_enqueued``.
+    :param payload: as of ``all_enqueued``.
     :param count: the exact number of matching jobs.
     :param filters: further arguments of ``all_enqueued``.
+    :raises AssertionError: none matches, or not as many as ``count``.
     """
     __tracebackhide__ = True
     found = all_enqueued(job, payload, **filters)
@@ -61,7 +66,13 @@ def assert_enqueued(
 
 
 def refute_enqueued(job: Target | None = None, payload: Any = ANY, **filters: Any) -> None:
-    """Fail if an open job matches."""
+    """Fail if an open job matches.
+
+    :param job: as of ``all_enqueued``.
+    :param payload: as of ``all_enqueued``.
+    :param filters: further arguments of ``all_enqueued``.
+    :raises AssertionError: one matches; the message lists the open jobs.
+    """
     __tracebackhide__ = True
     found = all_enqueued(job, payload, **filters)
     if found:

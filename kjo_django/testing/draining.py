@@ -48,11 +48,15 @@ class DrainedRun:
     """One run of a handler."""
 
     job_id: str
+    """The key of the job, a UUID."""
     handler: str
+    """The handler's name."""
     outcome: str
     """``completed``, ``retried``, ``dead``, ``cancelled``, ``duplicate`` or ``skipped``."""
     result: Any = None
+    """What the handler returned, if the run has completed."""
     error: BaseException | None = None
+    """What the handler raised."""
 
 
 @dataclass(slots=True)
@@ -60,9 +64,13 @@ class Drained:
     """The runs of ``drain``, in order."""
 
     runs: list[DrainedRun] = field(default_factory=list)
+    """One for each run of a handler: a retry is another run."""
 
     def count(self, outcome: str) -> int:
-        """Return the number of runs that ended so."""
+        """Return the number of runs that ended so.
+
+        :param outcome: as in ``DrainedRun.outcome``.
+        """
         return sum(run.outcome == outcome for run in self.runs)
 
     @property
@@ -144,6 +152,7 @@ class immediate(contextlib.ContextDecorator):
     def __call__(self, function: F) -> F:
         """Decorate a function.
 
+        :param function: to run inside the block.
         :raises TypeError: it is a coroutine function, which would be over before it has begun.
         """
         if inspect.iscoroutinefunction(function):
@@ -181,7 +190,12 @@ def _run_what_was_enqueued() -> None:
 
 
 def run_job(job: Job | JobHandle[Any] | EnqueueResult | uuid.UUID | str) -> Any:
-    """Run one open job, due or not, and return its result; its error is raised once recorded."""
+    """Run one open job, due or not, and return its result; its error is raised once recorded.
+
+    :param job: the job, a handle of it, the answer to its enqueue, or its id.
+    :raises JobNotFoundError: there is no such job.
+    :raises JobFailedError: it was not run: it is no longer open, or it is cancelled.
+    """
     key: Any = job.pk if isinstance(job, Job) else getattr(job, "job_id", job)
     row = Job.objects.using(jobs_database()).filter(pk=key).first()
     if row is None:
@@ -205,6 +219,11 @@ def perform(
     handler takes one; a batch handler is given a batch of one.
     ``perform(send_receipt, order_id=7)``, ``perform(queue, {"url": "…"})``.
 
+    :param job: a job, or a ``Queue`` with a handler.
+    :param payload: of a ``Queue``, its payload; of a job, a dict of arguments, where they are not
+        given by name.
+    :param attempt: the number of the attempt in its context.
+    :param fields: of a job, the arguments by name; of a ``Queue``, options of its ``enqueue``.
     :raises PayloadError: payload or result cannot be serialized.
     """
     if isinstance(job, Queue):

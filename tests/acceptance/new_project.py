@@ -6,6 +6,7 @@ python -m tests.acceptance.new_project DATABASE_URL enqueue PATH
 
 from __future__ import annotations
 
+import os
 import sys
 
 import django
@@ -17,6 +18,7 @@ from tests.settings import database
 
 def main() -> None:
     die_with_parent()
+    os.environ["KJO_TEST_PARENT"] = str(os.getpid())  # of the process that a reloader starts
     database_url, command, *arguments = sys.argv[1:]
     context = "django.template.context_processors.request"
     settings.configure(

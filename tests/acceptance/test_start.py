@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -79,3 +80,30 @@ def test_a_worker_of_a_new_project_imports_and_holds_little(
     drivers = 0 if embedded.is_sqlite else MOST_MEGABYTES_OF_A_DRIVER
     assert int(resident) / 1024 <= MOST_MEGABYTES + drivers
     assert worker.stop() == 0, worker.log_tail()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("arguments", [["--processes", "2"], ["--reload"]], ids=" ".join)
+def test_a_worker_of_several_processes_or_with_a_reloader_says_what_starts_and_ends(
+    embedded: Engine, tmp_path: Path, arguments: list[str]
+) -> None:
+    # Given a project that says nothing of logging
+    embedded.variables["KJO_TEST_LOG_LEVEL"] = ""
+    database = embedded.servers.database_url
+    options = ["--status-interval", "0", *arguments]
+    worker = embedded.run("tests.acceptance.new_project", database, "kjo_consume", *options)
+    # When
+    for number in range(3):
+        path = str(tmp_path / str(number))
+        enqueued = embedded.run("tests.acceptance.new_project", database, "enqueue", path)
+        assert enqueued.wait() == 0, enqueued.log_tail()
+
+    # Then each start and each end has one line, with its time and zone
+    def lines(word: str) -> list[str]:
+        line = rf"^\d{{4}}-\d\d-\d\d \S+[+-]\d\d:\d\d INFO {word} ledger\.list_modules (\S+) \("
+        return re.findall(line, worker.log, re.MULTILINE)
+
+    embedded.wait_until(lambda: len(lines("Completed")) >= 3, "Not all ends were told")
+    assert len(lines("Completed")) == len(set(lines("Completed"))) == 3
+    assert sorted(lines("Started")) == sorted(lines("Completed"))
+    worker.stop()

@@ -457,10 +457,11 @@ def test_a_name_that_a_function_binds_is_no_task(
     assert any("was not found" in each for each in project.reasons)
 
 
-def test_a_name_that_is_imported_from_two_places_is_no_task(
-    called: Rewrite, project: Project
+@pytest.mark.parametrize("line", ["from shop.mail import send", "\nsend = order(send)\n"])
+def test_a_name_that_a_module_binds_twice_is_no_task(
+    line: str, called: Rewrite, project: Project
 ) -> None:
-    assert called("send.delay(7)", "from shop.mail import send") == "send.delay(7)"
+    assert called("send.delay(7)", line) == "send.delay(7)"
     assert any("was not found" in each for each in project.reasons)
 
 
@@ -469,12 +470,15 @@ def test_a_name_that_a_function_imports_is_a_task(called: Rewrite) -> None:
     assert called(code) == code.replace("delay(7)", "enqueue(album=7)")
 
 
-def test_a_comment_that_a_rewrite_loses_is_named(called: Rewrite, project: Project) -> None:
+@pytest.mark.parametrize("comment", ["# the first", "# noqa: COM812"])
+def test_a_comment_that_a_rewrite_loses_is_named(
+    comment: str, called: Rewrite, project: Project
+) -> None:
     # When
-    code = called("send.apply_async(\n    (7,),  # the first\n    countdown=5,\n)")
+    code = called(f"send.apply_async(\n    (7,),  {comment}\n    countdown=5,\n)")
     # Then
     assert code == "send.using(delay=5).enqueue(order_id=7)"
-    assert any("# the first: it was" in each for each in project.reasons)
+    assert any(each.startswith(f"{comment}: it was within") for each in project.reasons)
 
 
 def test_a_generator_expression_awaits_nothing(project: Project) -> None:
@@ -1188,3 +1192,159 @@ def test_without_the_extra_the_command_says_which_one() -> None:
     )
     # Then
     assert "pip install 'kjo-django[migrate]'" in done.stderr
+
+
+# --- What is not surely the same ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["send", "[*send]", "{'a': 1, **send}", "Mail(to=send)", "str() as send", "1 | (2 as send)"],
+)
+def test_a_name_that_a_match_binds_is_no_task(pattern: str, called: Rewrite) -> None:
+    code = f"match order:\n    case {pattern}:\n        send.delay(7)"
+    assert called(code) == code
+
+
+def test_a_match_may_change_what_an_enqueue_is_given_at_the_commit(called: Rewrite) -> None:
+    code = called(
+        """
+        transaction.on_commit(lambda: send.delay(number))
+        match order:
+            case [number]:
+                pass
+        """,
+        "from django.db import transaction",
+    )
+    assert "transaction.on_commit(lambda: send.enqueue(order_id=number))" in code
+
+
+@pytest.mark.parametrize(
+    "head", ["while m.call_args_list:", "match m.call_args_list:\n        case [call]:"]
+)
+def test_what_a_mock_has_noted_is_named_where_a_block_reads_it(head: str, project: Project) -> None:
+    # Given
+    project.write(
+        "shop/tests.py",
+        "from unittest.mock import patch\n\n\n"
+        '@patch("shop.tasks.send.delay")\n'
+        f"def test_it(m):\n    {head}\n            pass\n",
+    )
+    # When
+    project.migrate()
+    # Then
+    assert any("arguments may be read by place" in each for each in project.reasons)
+
+
+def test_a_schedule_whose_queue_is_no_text_is_left(project: Project) -> None:
+    """KJO["QUEUES"] has to name it."""
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        """
+        NIGHT = "night"
+        CELERY_BEAT_SCHEDULE = {
+            "a": {"task": "shop.tasks.send", "schedule": 60, "options": {"queue": NIGHT}},
+        }
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    given: dict[str, Any] = {}
+    exec(path.read_text(), given)
+    assert "SCHEDULES" not in given["KJO"]
+    assert "CELERY_BEAT_SCHEDULE" in given
+    assert any("its queue is no text" in each for each in project.reasons)
+
+
+@pytest.mark.parametrize("comment", ["# noqa: E501", "# type: ignore[misc]", "# at night"])
+def test_the_comment_behind_a_rewritten_statement_stays(comment: str, called: Rewrite) -> None:
+    code = "send.apply_async((7,), queue='a')"
+    assert called(f"{code}  {comment}") == f"send.using(queue='a').enqueue(order_id=7)  {comment}"
+
+
+def test_the_noqa_of_an_import_that_goes_is_not_named(called: Rewrite, project: Project) -> None:
+    called("send.delay(7)", "from celery import shared_task  # noqa: F401")
+    assert not any("noqa" in each for each in project.reasons)
+
+
+def test_the_comments_of_settings_that_are_moved_stay_or_are_named(project: Project) -> None:
+    # Given
+    path = project.write(
+        "bazaar/settings.py",
+        """
+        # Nightly work
+        CELERY_BEAT_SCHEDULE = {  # see the wiki
+            # before the shop opens
+            "a": {"task": "shop.tasks.send", "schedule": 60},  # noqa: X1
+        }
+        """,
+    )
+    # When
+    project.migrate()
+    # Then
+    code = path.read_text()
+    for comment in ("# Nightly work", "# see the wiki", "# before the shop opens", "# noqa: X1"):
+        assert comment in code or any(each.startswith(comment) for each in project.reasons)
+
+
+def test_a_signature_of_a_periodic_task_is_left_with_it(called: Rewrite, project: Project) -> None:
+    """Celery cannot run a step."""
+    code = "order.add_periodic_task(3600, send.s(7), name='hourly')"
+    assert called(code) == code
+    assert [each for each in project.reasons if "periodic" in each] == [
+        f"{code}: periodic tasks are declared"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decorator", "is_left"),
+    [
+        ("retried", True),
+        ("retried(3)", True),
+        ("transaction.atomic", False),
+        ("functools.cache", False),
+    ],
+)
+def test_a_decorator_of_a_bound_function_is_given_a_context(
+    decorator: str, is_left: bool, declared: Rewrite, project: Project
+) -> None:
+    """It may call self.retry()."""
+    imports = "import functools\nfrom django.db import transaction\nfrom shop.again import retried"
+    code = declared(f"{imports}\n\n@shared_task(bind=True)\n@{decorator}\ndef act(self): ...\n")
+    assert ("@shared_task" in code) == is_left
+    assert any("below it is given" in each for each in project.reasons) == is_left
+
+
+def test_the_decorator_of_a_function_that_is_not_bound_may_be_any(declared: Rewrite) -> None:
+    assert declared("@shared_task\n@retried\ndef act(): ...").startswith("@job\n@retried")
+
+
+@pytest.mark.parametrize(
+    ("setting", "here", "why"),
+    [
+        ("CELERY_TASK_EAGER_PROPAGATES=True", "", "are not run by the call"),
+        ("CELERY_TASK_ALWAYS_EAGER=True", "@immediate()", "raises the errors of handlers"),
+        (
+            "CELERY_TASK_ALWAYS_EAGER=True, CELERY_TASK_EAGER_PROPAGATES=True",
+            "@immediate()",
+            "",
+        ),
+    ],
+)
+def test_what_a_test_says_of_tasks_at_once(
+    setting: str, here: str, why: str, project: Project
+) -> None:
+    # Given
+    path = project.write(
+        "shop/tests.py",
+        "from django.test import override_settings\n\n\n"
+        f"@override_settings({setting})\ndef test_it():\n    pass\n",
+    )
+    # When
+    project.migrate()
+    # Then
+    assert (here or f"@override_settings({setting})") in path.read_text()
+    found = [each.why for each in project.report.findings if each.file.endswith("tests.py")]
+    assert [why in each for each in found] == ([True] if why else [])

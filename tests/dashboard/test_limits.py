@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from datetime import timedelta
 from unittest.mock import patch
@@ -9,6 +10,9 @@ from unittest.mock import patch
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.core.cache import cache
+from django.core.management import call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from kjo_django import job, registry
@@ -50,7 +54,7 @@ def test_the_list_tells_how_limits_are_used(operator):
     response = client.get(url("limits"))
     (row,) = [row for row in response.context["rows"] if row["name"] == "job:tests.limited"]
     assert (row["rate"], row["concurrency"]) == ("5/s", 3)
-    assert (row["taken_count"], row["waiting_count"]) == (2, 1)
+    assert (row["taken_count"], row["in_line_count"]) == (2, 1)
     assert row["buttons"] == []
     assert client.get(url("limit", row["name"])).status_code == 403
     assert client.post(url("limit_clear", row["name"])).status_code == 403
@@ -83,13 +87,48 @@ def test_jobs_that_no_worker_has_met_wait_too(everybody):
     JobFactory(queue="emails", queued=True)
     # When, then
     row, page = row_of(everybody, "job:tests.limited")
-    assert row["all_waiting"] == 2999
+    assert row["waiting_count"] == 2999
     assert ">2,999<br>" in page
     assert "2 in line" in page
-    # And of more than are looked at it is a lower bound
-    with patch("kjo_django.admin.dashboard.limits.SPLIT_LIMIT", 1000):
+    # And the other surfaces show the same number
+    assert number_on_the_list(everybody) == "2,999"
+    assert row_over_rest(everybody)["waiting_count"] == 2999
+    assert re.search(r"tests\.limited +5/s .* 2,999 ", printed())
+    # And of more than are looked at it is a lower bound, everywhere
+    with patch("kjo_django.limits.control.LOOKED_AT", 1000):
         row, page = row_of(everybody, "job:tests.limited")
+        assert number_on_the_list(everybody).endswith("+")
+        assert row_over_rest(everybody)["waiting_is_lower_bound"]
+        assert re.search(r"tests\.limited +5/s .* [\d,]+\+ ", printed())
     assert re.search(r">[\d,]+\+<br>", page)
+
+
+def number_on_the_list(client) -> str:
+    """Return the number of waiting jobs in the admin's list of limits."""
+    page = client.get("/admin/kjo_django/limitcontrol/").content.decode()
+    return re.search(r'class="field-waiting">([\d,+]+)<', page)[1]
+
+
+def row_over_rest(client):
+    with override_settings(ROOT_URLCONF="tests.api.urls"):
+        return client.get("/kjo/limits/job:tests.limited/").json()
+
+
+def printed() -> str:
+    """Return what ``kjo_limits list`` prints."""
+    out = io.StringIO()
+    call_command("kjo_limits", "list", stdout=out)
+    return out.getvalue()
+
+
+def test_how_many_wait_takes_as_many_queries_for_many_limits(django_assert_num_queries):
+    with CaptureQueriesContext(connection) as of_one:
+        control.overview()
+    LimitControl.objects.bulk_create(
+        LimitControl(name=f"job:gone{number}", rate="1/s") for number in range(20)
+    )
+    with django_assert_num_queries(len(of_one)):
+        assert len(control.overview()) > 20
 
 
 def test_a_limit_tells_the_rate_that_is_reached(everybody):

@@ -204,6 +204,7 @@ def test_status_shows_queues_and_workers():
     line = next(line for line in text.splitlines() if line.startswith("emails"))
     heading = text.splitlines()[0].split()
     assert line.split()[heading.index("pending")] == "3"
+    assert line.split()[heading.index("running")] == "0"
     assert "paused" in next(line for line in text.splitlines() if line.startswith("images"))
     assert "host-7" in text
     assert run_json("kjo_status", "emails")["queues"][0]["states"]["pending"] == 3

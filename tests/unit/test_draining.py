@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from django.db import connection, transaction
 
 from kjo_django import PermanentError, chain, group
 from kjo_django.models import DeadLetter, Job
+from kjo_django.store.postgres import PostgresStore
 from kjo_django.testing import drain, immediate, run_job
 from tests.ledger.jobs import no_op, refuse, write
 from tests.ledger.models import Entry
-from tests.unit.deliveries import as_job
+from tests.unit.deliveries import KJO, MEMORY, as_job
 
 
 @pytest.mark.django_db
@@ -149,3 +151,29 @@ def test_a_coroutine_is_no_function_to_decorate() -> None:
 
     with pytest.raises(TypeError, match="with immediate"):
         immediate()(test)
+
+
+@pytest.mark.postgres
+def test_many_that_are_copied_into_postgresql_run_at_once(
+    postgres: None, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a transport of which the relay brings jobs: their rows alone are written, by COPY
+    settings.KJO = {**KJO, **MEMORY}
+    copied, copy = list[int](), PostgresStore.copy_jobs
+
+    def copy_jobs(store: Any, job: Job, rows: Any) -> None:
+        found = list(rows)
+        copied.append(len(found))
+        copy(store, job, found)
+
+    monkeypatch.setattr(PostgresStore, "copy_jobs", copy_jobs)
+    # When, then
+    with immediate():
+        handles = write.enqueue_many([{"job": str(number)} for number in range(50)])
+        assert {handle.status for handle in handles} == {"completed"}
+        with transaction.atomic():
+            write.enqueue_many([{"job": str(number)} for number in range(50, 100)])
+            assert Entry.objects.count() == 100
+            transaction.set_rollback(True)
+    assert Entry.objects.count() == 50
+    assert copied == [50, 50]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from datetime import timedelta
 
@@ -34,6 +36,9 @@ def _configured(settings, real_database, monkeypatch):
     }
     monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     monkeypatch.setattr(timeouts, "HUNG_AFTER", 0.5)
+
+
+logger = logging.getLogger("shop.payments")
 
 
 class Hanging:
@@ -109,6 +114,37 @@ def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
         # And the worker works on
         write.enqueue(job="later")
         wait_until(lambda: entries()["later"])
+
+
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
+def test_the_attempt_that_hung_keeps_its_own_lines_and_the_next_one_its_own(
+    hanging, atomic, monkeypatch
+):
+    """Those that its thread logs later, when it is given up, are in neither."""
+    # Given a handler that logs, hangs, and goes on to log when it returns
+    monkeypatch.setattr(logger, "level", logging.INFO)
+
+    def work(job: str) -> None:
+        number = hanging.calls + 1
+        logger.info("begins %d", number)
+        hanging.work(job)
+        logger.info("goes on %d", number)
+        if number == 2:
+            raise ValueError("refused")
+
+    as_job(work, timeout=timedelta(seconds=0.2), max_attempts=2, atomic=atomic).enqueue(job="hangs")
+    with Running(concurrency=1):
+        # When
+        wait_until(lambda: not Job.objects.open().exists())
+        hanging.release()
+        hanging.thread.join(PATIENCE)
+        assert not hanging.thread.is_alive()
+    # Then
+    logs = JobFailure.objects.order_by("attempt").values_list("log", flat=True)
+    assert [re.findall(r"payments: (.+)", log) for log in logs] == [
+        ["begins 1"],
+        ["begins 2", "goes on 2"],
+    ]
 
 
 def test_the_others_of_its_group_are_run_by_the_next_lane(hanging):

@@ -242,6 +242,26 @@ def test_one_queue_can_be_asked_for():
     assert [row["queue"] for row in status.status(["emails"])["queues"]] == ["emails"]
 
 
+def test_running_jobs_are_counted_as_the_list_of_them_has_them():
+    # Given two that run, one whose worker has died, and one that nobody has taken
+    leased = [JobFactory(queue=name, queued=True) for name in ("emails", "emails", "images")]
+    JobFactory(queue="emails", queued=True)
+    for job, worker in zip(leased, ("worker", "worker", "dead"), strict=True):
+        name = lease_name(get_settings().queue(job.queue), job.message_id)
+        get_coordination().claim([name], worker, timedelta(minutes=1))
+    get_coordination().claim([alive_name("worker")], "worker", timedelta(minutes=1))
+    # When, then
+    listed = [row.queue for row in search.page(search.parse("state:processing")).rows]
+    counted = {name: queue(name)["running_count"] for name in ("emails", "images")}
+    assert counted == {name: listed.count(name) for name in counted} == {"emails": 2, "images": 0}
+
+
+def test_how_many_run_is_not_known_while_coordination_is_away(coordination_away):
+    JobFactory(queue="emails", queued=True)
+    coordination_away("names")
+    assert queue("emails")["running_count"] is None
+
+
 def test_the_number_of_queries_does_not_grow_with_queues_or_jobs(django_assert_max_num_queries):
     JobFactory.create_batch(20, queue="emails")
     WorkerFactory.create_batch(5)

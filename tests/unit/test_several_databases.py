@@ -54,6 +54,7 @@ from kjo_django.runtime import (
     use_database,
 )
 from kjo_django.schedules.declarations import ScheduleFaults, synchronize
+from kjo_django.testing import immediate
 from kjo_django.worker import Worker
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.databases import sqlite_settings
@@ -177,6 +178,18 @@ def test_a_unique_id_is_known_in_the_database_of_its_queue(send: Any) -> None:
     second = send.using(id="one").enqueue(name="a")
     # Then
     assert (first.is_new, second.answer, second.job_id) == (True, "duplicate", first.job_id)
+
+
+def test_jobs_run_at_once_in_the_database_of_their_queue(send: Any, file: Any) -> None:
+    with immediate():
+        handles = send.enqueue_many([{"name": "a"}, {"name": "b"}])
+        assert [handle.status for handle in handles] == ["completed"] * 2
+        assert file.enqueue(name="c").status == "completed"
+        with transaction.atomic(using=JOBS2):
+            assert send.enqueue(name="d").status == "completed"
+            transaction.set_rollback(True, using=JOBS2)
+    assert list(Entry.objects.using(JOBS2).values_list("job", flat=True)) == ["a", "b"]
+    assert (states(JOBS2), states("default")) == (["completed"] * 2, ["completed"])
 
 
 # --- From enqueue to prune ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
-from django.db.models import Exists, OuterRef, Q, Sum
+from django.db.models import Q, Sum
 from django.http import Http404, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
@@ -17,21 +17,15 @@ from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard.figures import at_least, number
 from kjo_django.admin.dashboard.page import Page, Screen, forget, shared
 from kjo_django.clock import CLOCK
-from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.limits import control
 from kjo_django.limits.rules import job_limit, queue_limit
-from kjo_django.models import HeldJob, Job, MetricBucket
+from kjo_django.models import MetricBucket
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.monitoring.metrics import SETTLED_ATTEMPTS
-from kjo_django.operations.monitoring.status import SPLIT_LIMIT, WAITING, with_shown_state
 from kjo_django.runtime import jobs_database
-from kjo_django.states import JobState
-from kjo_django.store.counting import COUNT_LIMIT, many_grouped_counts
 from kjo_django.values import Rate, rate
 
 NAME = "limits"
-MOST_RUNNING = 500
-"""Oldest queued jobs of which it is asked whether they run: those that run are among the first."""
 SHORTEST, LONGEST = timedelta(minutes=5), timedelta(hours=2)
 """The time over which a rate is measured: that of the rate, within these."""
 
@@ -39,7 +33,7 @@ SHORTEST, LONGEST = timedelta(minutes=5), timedelta(hours=2)
 def show(page: Page) -> HttpResponse:
     """Show all limits, and how they are used."""
     rows = [{**row, **_use(row), "buttons": _buttons(page, row)} for row in shared(NAME, _found)]
-    waiting = sum(row["all_waiting"] for row in rows)
+    waiting = sum(row["waiting_count"] for row in rows)
     summary = _("%(count)d limits, %(waiting)d jobs wait") % {
         "count": len(rows),
         "waiting": waiting,
@@ -50,18 +44,17 @@ def show(page: Page) -> HttpResponse:
 
 def _found() -> list[dict[str, Any]]:
     rows = control.overview()
-    _add_use(rows)
+    _add_reached(rows)
     return rows
 
 
 def _use(row: dict[str, Any]) -> dict[str, Any]:
     """Return how many jobs wait for a limit, and the rate that is reached, for the template."""
-    waiting = row["waiting_count"] + row["due_count"]
-    is_capped = row["due_is_capped"] or row["waiting_count"] >= COUNT_LIMIT
+    waiting = at_least(row["waiting_count"], row["waiting_is_lower_bound"])
     reached = None
     if row["reached"] is not None:
         reached = f"{number(round(row['reached'], 2))}/{row['rate'].partition('/')[2]}"
-    return {"all_waiting": waiting, "waiting": at_least(waiting, is_capped), "reached": reached}
+    return {"waiting": waiting, "reached": reached}
 
 
 def _buttons(page: Page, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,51 +102,14 @@ def change(page: Page, limit: str) -> HttpResponse:
 # --- How they are used ----------------------------------------------------------------------------
 
 
-def _add_use(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each limit, as ``limits.control.overview`` returns it, ``due_count``, the jobs that
-    are due and neither run nor are in line; ``due_is_capped``, whether that is a lower bound; and
-    ``reached``, the jobs that have ended an attempt in as much time as the rate names, or None
-    where there is no rate.
-
-    It takes three queries beside those of coordination, however many limits there are.
-    """
-    if not rows:
-        return
-    now = CLOCK.now()
-    due, is_capped = _due(now)
-    for row in rows:
-        row["due_count"], row["due_is_capped"] = due[row["name"]], is_capped
-    reached = _reached({row["name"]: rate(row["rate"]) for row in rows if row["rate"]}, now)
+def _add_reached(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each limit, as ``limits.control.overview`` returns it, ``reached``: the jobs that have
+    ended an attempt in as much time as the rate names, or None where there is no rate. It takes one
+    query, however many limits there are."""
+    rates = {row["name"]: rate(row["rate"]) for row in rows if row["rate"]}
+    reached = _reached(rates, CLOCK.now())
     for row in rows:
         row["reached"] = reached.get(row["name"])
-
-
-def _due(now: datetime) -> tuple[Counter[str], bool]:
-    """Return by the name of a limit how many of its jobs are due, neither run nor are in line, and
-    whether only the first rows were looked at."""
-    jobs = Job.objects.using(jobs_database()).order_by("pk")
-    in_line = HeldJob.objects.using(jobs_database()).filter(
-        job_id=OuterRef("pk"), generation=OuterRef("generation")
-    )
-    looked_at = with_shown_state(jobs, now).annotate(in_line=Exists(in_line))
-    found = many_grouped_counts(
-        {str(state): looked_at.filter(state=state) for state in WAITING},
-        ("queue", "handler", "shown_state", "in_line"),
-        limit=SPLIT_LIMIT,
-    )
-    counts: Counter[str] = Counter()
-    for state, (groups, _is_capped) in found.items():
-        for (queue, handler, shown, is_in_line), (count, _oldest) in groups.items():
-            if shown == state and not is_in_line:
-                counts[queue_limit(queue)] += count
-                counts[job_limit(handler)] += count
-    queued = list(jobs.filter(state=JobState.QUEUED).defer("payload", "result")[:MOST_RUNNING])
-    running = leased_jobs(queued)
-    for job in queued:
-        if job.pk in running:
-            counts[queue_limit(job.queue)] -= 1
-            counts[job_limit(job.handler)] -= 1
-    return counts, any(is_capped for _groups, is_capped in found.values())
 
 
 def _reached(rates: dict[str, Rate], now: datetime) -> dict[str, float]:

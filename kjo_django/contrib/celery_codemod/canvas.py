@@ -130,11 +130,20 @@ class CanvasPlanner(Planner):
             self._unused.add(first.body)
         if any(arg.keyword is not None and arg.keyword.value in LINKS for arg in node.args):
             return False  # what is linked is left with the call
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "add_periodic_task":
+            self._leave_with(node)
+            return False
         started = self._started(node)
         if started is not None or self._is_canvas(node):
             self._plan(node)
             return False
         return None
+
+    def _leave_with(self, node: cst.Call) -> None:
+        """Leave the signatures that a call is given with the call, which is reported alone."""
+        for arg in node.args:
+            for each in m.findall(arg, m.Call() | m.Attribute()):
+                self.file.done.add(each)
 
     def visit_BinaryOperation(self, node: cst.BinaryOperation) -> bool | None:
         """Plan a chain that is written with ``|``."""

@@ -135,10 +135,8 @@ class SettingsPlanner(Planner):
     def _scheduled_queues(self) -> Iterator[str]:
         """Yield the names of queues that only schedules use, as literals."""
         for _, options in self._new.schedules:
-            code = dict(options).get("queue", "")
-            value = ast.parse(code, mode="eval").body if code else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield value.value
+            if code := dict(options).get("queue"):
+                yield ast.literal_eval(code)
 
     def _plan_schedules(self, node: cst.SimpleStatementLine, name: str) -> None:
         assign = node.body[0]
@@ -208,6 +206,9 @@ class SettingsPlanner(Planner):
         if not isinstance(value, cst.Dict):
             raise CannotRewriteError("its options are no literal", "see the page on schedules")
         for name, each in _items(value).items():
+            if name == "queue" and not isinstance(each, cst.SimpleString):
+                why = "its queue is no text, and KJO['QUEUES'] has to name it"
+                raise CannotRewriteError(why, "name the queue in KJO['QUEUES'] and in the schedule")
             if name == "queue":
                 yield "queue", self._code(each)
             elif name == "expires" and isinstance(each, (cst.Integer, cst.Call)):

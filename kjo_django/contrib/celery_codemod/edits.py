@@ -190,6 +190,19 @@ class Planner(cst.CSTVisitor):
         """Leave a generator expression."""
         self.generators -= 1
 
+    def can_rewrite(self, node: cst.CSTNode, kind: str, attempt: Callable[[], object]) -> bool:
+        """Return whether an attempt to rewrite a node succeeds, of which nothing is kept; report
+        what raises ``CannotRewriteError`` as left, and count it as one of ``kind``."""
+        before = set(self.file.imports)
+        try:
+            attempt()
+        except CannotRewriteError as error:
+            self.file.leave(node, kind, code_of(node), error.why, error.to_do)
+            return False
+        finally:
+            self.file.imports = before
+        return True
+
     def visit_Attribute(self, node: cst.Attribute) -> bool | None:
         """Note what is asked for an attribute."""
         self.bases.add(node.value)
@@ -241,13 +254,20 @@ def _bound_in(node: cst.CSTNode) -> Iterator[str]:
     if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
         yield node.name.value
     elif not isinstance(node, cst.Lambda):
-        target = node.name if isinstance(node, cst.AsName) else getattr(node, "target", None)
         if isinstance(node, (cst.Import, cst.ImportFrom)):
             return
-        if isinstance(target, cst.CSTNode):
+        if (target := target_of(node)) is not None:
             yield from _names_of_target(target)
         for child in node.children:
             yield from _bound_in(child)
+
+
+def target_of(node: cst.CSTNode) -> cst.CSTNode | None:
+    """Return what a node itself assigns to or binds, None if nothing."""
+    if isinstance(node, (cst.AsName, cst.MatchAs, cst.MatchStar)):
+        return node.name
+    target = node.rest if isinstance(node, cst.MatchMapping) else getattr(node, "target", None)
+    return target if isinstance(target, cst.CSTNode) else None
 
 
 def _names_of_target(node: cst.CSTNode) -> Iterator[str]:

@@ -194,10 +194,14 @@ def _edited(
 
 
 def _report_comments(file: FileEdits, before: cst.Module, after: cst.Module) -> None:
-    """Report comments that a rewrite has lost."""
+    """Report comments that a rewrite has lost, but those that tell linters of an import."""
+    imports = m.SimpleStatementLine(body=[m.Import() | m.ImportFrom()])
+    of_imports = {
+        each for line in m.findall(before, imports) for each in m.findall(line, m.Comment())
+    }
     kept = Counter(each.value for each in m.findall(after, m.Comment()) if _is_comment(each))
     for each in m.findall(before, m.Comment()):
-        if not _is_comment(each) or "noqa" in each.value:
+        if not _is_comment(each) or ("noqa" in each.value and each in of_imports):
             continue
         kept[each.value] -= 1
         if kept[each.value] < 0:

@@ -268,7 +268,11 @@ def _module_of(file: SourceFile) -> Module:
         elif isinstance(node, ast.ImportFrom):
             _add_import(module, node, package)
     for statement in top_level(file.tree.body):
-        module.names.update(_bound(statement))
+        names = set(_bound(statement))
+        module.names |= names
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            # Which of both is meant depends on where it is asked.
+            module.doubtful |= names & module.imports.keys()
         if _is_application(module, statement):
             module.apps.update(_bound(statement))
     return module
@@ -303,10 +307,14 @@ def _bound(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         for alias in node.names:
             yield (alias.asname or alias.name).split(".")[0]
-    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
+    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.Match, ast.With)):
         for each in ast.walk(node):
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
                 yield each.id
+            elif isinstance(each, (ast.MatchAs, ast.MatchStar)) and each.name:
+                yield each.name
+            elif isinstance(each, ast.MatchMapping) and each.rest:
+                yield each.rest
 
 
 def _is_application(module: Module, node: ast.stmt) -> bool:

@@ -25,6 +25,7 @@ from kjo_django.contrib.celery_codemod.edits import (
     Planner,
     code_of,
     dotted_name,
+    target_of,
 )
 from kjo_django.contrib.celery_codemod.project_index import (
     TASK_CALLS,
@@ -154,7 +155,7 @@ class CallPlanner(Planner):
     def _plan_enqueue(self, node: cst.Call, task: Task, method: str) -> None:
         if not self._check_task(node, task):
             return
-        if not self._check(node, lambda: self._arguments(node.args, task, method)):
+        if not self.can_rewrite(node, "calls", lambda: self._arguments(node.args, task, method)):
             return
         is_async, is_base = self.scope.is_async, node in self.bases
         if is_async and self.generators:
@@ -191,18 +192,6 @@ class CallPlanner(Planner):
         why = f"the task {task.name} is left as it is"
         self.file.leave(node, "calls", code_of(node), why, "rewrite it together with its task")
         return False
-
-    def _check(self, node: cst.CSTNode, attempt: Any) -> bool:
-        """Return whether a rewrite succeeds; report it if not."""
-        before = set(self.file.imports)
-        try:
-            attempt()
-        except CannotRewriteError as error:
-            self.file.leave(node, "calls", code_of(node), error.why, error.to_do)
-            return False
-        finally:
-            self.file.imports = before
-        return True
 
     # --- At commit, in another thread, later ------------------------------------------------------
 
@@ -329,7 +318,9 @@ class CallPlanner(Planner):
         if found is None:
             return False
         self._functions.add(node.args[0].value)
-        if self._check_task(node, found) and self._check(node, lambda: self._whole(node, found)):
+        if self._check_task(node, found) and self.can_rewrite(
+            node, "calls", lambda: self._whole(node, found)
+        ):
 
             def edit(updated: Any) -> cst.Call:
                 first, *others = updated.args
@@ -358,7 +349,9 @@ class CallPlanner(Planner):
         if self.origin_of(inner.func)[-1:] != ("sync_to_async",) or task is None:
             return False
         self._functions.add(inner.args[0].value)
-        if self._check_task(node, task) and self._check(node, lambda: named(node.args, task)):
+        if self._check_task(node, task) and self.can_rewrite(
+            node, "calls", lambda: named(node.args, task)
+        ):
 
             def edit(updated: Any) -> cst.Call:
                 base = updated.func.args[0].value.value
@@ -385,7 +378,7 @@ class CallPlanner(Planner):
             to_do = "move what the function does into one without context, and call that"
             self.file.leave(node, "calls", code_of(node), why, to_do)
             return
-        if not self._check(node, lambda: named(node.args, task)):
+        if not self.can_rewrite(node, "calls", lambda: named(node.args, task)):
             return
 
         def edit(updated: Any) -> cst.Call:
@@ -572,8 +565,7 @@ class CallPlanner(Planner):
 
 def _targets_in(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield what is assigned to, bound or deleted in a tree."""
-    target = node.name if isinstance(node, cst.AsName) else getattr(node, "target", None)
-    if isinstance(target, cst.CSTNode):
+    if (target := target_of(node)) is not None:
         yield from _parts_of_target(target)
     for child in node.children:
         yield from _targets_in(child)

@@ -16,7 +16,6 @@ from kjo_django.contrib.celery_codemod.call_arguments import (
     of_apply_async,
 )
 from kjo_django.contrib.celery_codemod.edits import (
-    CannotRewriteError,
     FileEdits,
     Planner,
     code_of,
@@ -28,9 +27,10 @@ ASSERTIONS = frozenset(
 )
 NOTED = frozenset({"call_args", "call_args_list"})
 """What a mock has noted of the arguments of its calls."""
-EAGER = frozenset(
-    {"CELERY_TASK_ALWAYS_EAGER", "CELERY_TASK_EAGER_PROPAGATES", "CELERY_ALWAYS_EAGER"}
-)
+AT_ONCE = frozenset({"CELERY_TASK_ALWAYS_EAGER", "CELERY_ALWAYS_EAGER"})
+EAGER = AT_ONCE | {"CELERY_TASK_EAGER_PROPAGATES", "CELERY_EAGER_PROPAGATES_EXCEPTIONS"}
+RAISED_WHY = "enqueue() raises the errors of handlers, as Celery did with EAGER_PROPAGATES alone"
+RAISED_TO_DO = "immediate(raise_errors=False), if the settings have no EAGER_PROPAGATES"
 EAGER_TO_DO = "self.enterContext(immediate()) in setUp, or drain(), both of kjo_django.testing"
 
 
@@ -297,21 +297,10 @@ class MockPlanner(Planner):
                 return named(args, mock.task)
             return of_apply_async(args, mock.task, self.file).payload
 
-        if self._check(node, lambda: arguments(node.args)):
+        if self.can_rewrite(node, "mocks", lambda: arguments(node.args)):
             self.file.change(
                 node, lambda updated: updated.with_changes(args=arguments(updated.args)), "mocks"
             )
-
-    def _check(self, node: cst.CSTNode, attempt: Any) -> bool:
-        before = set(self.file.imports)
-        try:
-            attempt()
-        except CannotRewriteError as error:
-            self.file.leave(node, "mocks", code_of(node), error.why, error.to_do)
-            return False
-        finally:
-            self.file.imports = before
-        return True
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         """Plan what a statement does with the calls that a mock has noted."""
@@ -332,6 +321,14 @@ class MockPlanner(Planner):
     def visit_For(self, node: cst.For) -> None:
         """Report a loop over what a mock has noted."""
         self._report_loop(node.iter)
+
+    def visit_While(self, node: cst.While) -> None:
+        """Report a loop while a mock has noted something."""
+        self._report_loop(node.test)
+
+    def visit_Match(self, node: cst.Match) -> None:
+        """Report a comparison of what a mock has noted with patterns."""
+        self._report_loop(node.subject)
 
     def visit_If(self, node: cst.If) -> None:
         """Report a condition of what a mock has noted."""
@@ -391,8 +388,8 @@ class MockPlanner(Planner):
             return
         possible = self.file.plans.is_possible(mock.task) and call not in self.file.done
         self.file.done.add(call)
-        if not possible or not self._check(
-            call, lambda: of_apply_async(call.args, mock.task, self.file)
+        if not possible or not self.can_rewrite(
+            call, "mocks", lambda: of_apply_async(call.args, mock.task, self.file)
         ):
             return
 
@@ -421,8 +418,10 @@ class MockPlanner(Planner):
         if not given.keys() & EAGER:
             return
         is_on = all(is_name(value, "True") for value in given.values())
-        if given.keys() <= EAGER and is_on and node in self._blocks:
+        if given.keys() <= EAGER and given.keys() & AT_ONCE and is_on and node in self._blocks:
             self.file.change(node, self._immediate, "mocks")
+            if given.keys() <= AT_ONCE:
+                self.file.remark(self.file.line(node), code_of(node), RAISED_WHY, RAISED_TO_DO)
             return
         why = "jobs are not run by the call that enqueues them"
         self.file.leave(node, "mocks", code_of(node), why, EAGER_TO_DO)

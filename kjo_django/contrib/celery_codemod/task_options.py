@@ -25,6 +25,8 @@ DEFAULT_RETRIES = 3
 DEFAULT_LONGEST_BACKOFF = "600"
 """Celery's ``retry_backoff_max``, in seconds."""
 HIGHEST_PRIORITY = 100
+ASKS_NOTHING = frozenset({("contextlib",), ("django",), ("functools",)})
+"""Packages whose decorators pass the first argument on."""
 RENAMED = {
     "name": "name",
     "queue": "queue",
@@ -172,6 +174,10 @@ def plan_of(task: Task) -> JobPlan:
         plan.reasons.append(
             Reason(task.node.lineno, task.fault, "write the function with plain named arguments")
         )
+    if (below := _given_self(task)) is not None:
+        why = f"@{ast.unparse(below)} below it is given what the function is, a context then"
+        to_do = "let that decorator do with a JobContext: raise Retry(delay=…) for self.retry()"
+        plan.reasons.append(Reason(below.lineno, why, to_do))
     for option, value in task.options.items():
         if option in RENAMED:
             plan.options[option] = RENAMED[option], None
@@ -187,6 +193,17 @@ def plan_of(task: Task) -> JobPlan:
     _read_names(task, plan)
     _read_returns(task, plan)
     return plan
+
+
+def _given_self(task: Task) -> ast.expr | None:
+    """Return a decorator of the project's between the task's and a bound function, which may ask
+    the task for what a context has not; None if there is none."""
+    every = task.node.decorator_list
+    for decorator in every[every.index(task.decorator) + 1 :] if task.is_bound else ():
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if task.module.origin(dotted(called))[:1] not in ASKS_NOTHING:
+            return decorator
+    return None
 
 
 def _read_names(task: Task, plan: JobPlan) -> None:

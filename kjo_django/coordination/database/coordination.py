@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ _ASKS = 200
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
 _TRIES = 10
-"""How often one call runs a statement that the database breaks off because of a deadlock."""
+"""How often one call runs a statement again that the database breaks off for another session."""
 
 
 class DatabaseCoordination(Coordination):
@@ -247,34 +247,26 @@ class DatabaseCoordination(Coordination):
         return answers
 
     def _settled(self, action: Callable[[], U]) -> U:
-        """Return what ``action`` returns.
-
-        :raises CoordinationError: the database cannot be reached.
-        """
-        try:
-            try:
-                return action()
-            except OperationalError as error:
-                return self._again(action, error)
-        except OUTAGES as error:
-            raise self._lost(error) from error
-
-    def _again(self, action: Callable[[], U], error: OperationalError) -> U:
-        """Return what ``action`` returns, which is called again where ``error`` is a deadlock that
-        the database has ended.
+        """Return what ``action`` returns. It is called again, a bounded number of times, where the
+        database has broken it off for the sake of another session: because of a deadlock, or at
+        REPEATABLE READ and above of a row that was written since.
 
         InnoDB also locks the gaps between names, in which others insert, and so finds deadlocks
         where no two transactions want the same name.
+
+        :raises CoordinationError: the database cannot be reached, or breaks it off each time.
         """
-        for _ in range(_TRIES):
-            if connections[self.database].in_atomic_block or "deadlock" not in str(error).lower():
-                break
-            time.sleep(random.uniform(0, 0.02))  # noqa: S311
-            try:
-                return action()
-            except OperationalError as another:
-                error = another
-        raise error
+        try:
+            for _ in range(_TRIES):
+                try:
+                    return action()
+                except OperationalError as error:
+                    if connections[self.database].in_atomic_block or not _is_broken_off(error):
+                        raise
+                time.sleep(random.uniform(0, 0.02))  # noqa: S311
+            return action()
+        except OUTAGES as error:
+            raise self._lost(error) from error
 
     def _lock(self, names: Sequence[str]) -> dict[str, datetime]:
         """Return when each of these leases expires, locked until the transaction ends; a name that
@@ -313,17 +305,10 @@ class DatabaseCoordination(Coordination):
         given = {n if len(n) <= LONGEST_NAME else stored_name(n): n for n in names}
         waiting = sorted(given)
         found: dict[str, T] = {}
-        try:
-            while waiting:
-                action = partial(statement, waiting[:_BATCH])
-                try:
-                    answer = action()
-                except OperationalError as error:
-                    answer = self._again(action, error)
-                found |= answer or {}
-                del waiting[:_BATCH]
-        except OUTAGES as error:
-            raise self._lost(error) from error
+        while waiting:
+            answer = self._settled(partial(statement, waiting[:_BATCH]))
+            found |= answer or {}
+            del waiting[:_BATCH]
         return {given[name]: value for name, value in found.items()}
 
     def _lost(self, error: Exception) -> CoordinationError:
@@ -409,7 +394,8 @@ class DatabaseCoordination(Coordination):
     def _prune_outside_transactions(self) -> None:
         if not connections[self.database].in_atomic_block:
             self._prune_at = self.clock.monotonic() + _PRUNE_EVERY
-            self.prune()
+            with suppress(CoordinationError):  # what was claimed before it is claimed
+                self.prune()
 
     def prune(self) -> int:
         """Delete what expired: marks at once, leases when their delivery counts are a day old."""
@@ -417,10 +403,25 @@ class DatabaseCoordination(Coordination):
         marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
         leases = self._leases.filter(expires_at__lte=now - _DELIVERIES_KEPT)
         windows = RateWindow.objects.using(self.database).filter(expires_at__lte=now)
-        try:
-            return sum(each._raw_delete(self.database) for each in (marks, leases, windows))
-        except OUTAGES as error:
-            raise self._lost(error) from error
+        return sum(self._settled(partial(self._delete, each)) for each in (marks, leases, windows))
+
+    def _delete(self, rows: QuerySet[Any]) -> int:
+        """Delete rows, but those that somebody has locked, until a later prune: to wait for them
+        while others wait for those that are deleted would be a deadlock."""
+        if not connections[self.database].features.has_select_for_update_skip_locked:
+            return rows._raw_delete(self.database)
+        free, count = rows.select_for_update(skip_locked=True).values_list("pk", flat=True), 0
+        while True:
+            with self._store.transaction(waits_for_disk=False):
+                names = list(free[:_BATCH])
+                count += rows.filter(pk__in=names)._raw_delete(self.database) if names else 0
+            if len(names) < _BATCH:
+                return count
+
+
+def _is_broken_off(error: OperationalError) -> bool:
+    is_serialization_failure = getattr(error.__cause__, "sqlstate", None) == "40001"
+    return is_serialization_failure or "deadlock" in str(error).lower()
 
 
 class LocalListener(Listener):

@@ -12,7 +12,6 @@ from kjo_django.limits import control
 from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.operations.actions import ACTIONS
 from kjo_django.operations.translations import grouped
-from kjo_django.store.counting import COUNT_LIMIT
 
 ACTOR = "kjo_limits"
 DECLARED = "declared"
@@ -105,8 +104,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     texts = [f"{_(option)} {declared[option]}" for option in control.OPTIONS if declared[option]]
     numbers = ("burst", "concurrency", "taken_count")
     counts = ("-" if row[name] is None else grouped(row[name]) for name in numbers)
-    is_capped = row["waiting_count"] >= COUNT_LIMIT
-    waiting = f"{grouped(row['waiting_count'])}{'+' if is_capped else ''}"
+    waiting = f"{grouped(row['waiting_count'])}{'+' if row['waiting_is_lower_bound'] else ''}"
     return (
         *(row["name"], row["rate"] or "-", *counts, waiting),
         *(", ".join(texts) or "-", row["changed_by"] or "-"),

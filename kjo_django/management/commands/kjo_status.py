@@ -38,6 +38,7 @@ class Command(KjoCommand):
         heading = (
             _("queue"),
             *map(translated, COUNTED),
+            translated("running"),
             _("dead"),
             _("oldest dead"),
             _("lag"),
@@ -46,11 +47,11 @@ class Command(KjoCommand):
         queues = [(*heading, "")]
         for row in answer["queues"]:
             jobs = (grouped(row["states"][state]) for state in COUNTED)
+            running, lag = _count(row["running_count"]), _count(row["lag"])
             dead = grouped(row["open_dead_letters"]), _age(row["oldest_dead_letter_seconds"])
-            lag = "?" if row["lag"] is None else grouped(row["lag"])
             oldest = _age(row["oldest_waiting_seconds"])
             note = _("paused") if row["is_paused"] else row["lag_error"] or ""
-            queues.append((row["queue"], *jobs, *dead, lag, oldest, note))
+            queues.append((row["queue"], *jobs, running, *dead, lag, oldest, note))
         self.table(queues)
         if answer["is_capped"]:
             text = _("Counts of %s and more are lower bounds.")
@@ -77,6 +78,10 @@ class Command(KjoCommand):
             heartbeat = _age(worker["heartbeat_age_seconds"])
             rows.append((worker["name"], consumed, busy, *counts, heartbeat))
         self.table(rows)
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else grouped(value)
 
 
 def _age(seconds: float | None) -> str:

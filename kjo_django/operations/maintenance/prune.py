@@ -194,8 +194,13 @@ def _ended(jobs: QuerySet[Job], cutoff: datetime) -> QuerySet[Job]:
 
 
 def _delete(rows: QuerySet[Any], keys: list[Any]) -> int:
+    """Delete rows but those that others have locked, who may wait for more of them: a later prune
+    does."""
+    if connections[rows.db].features.has_select_for_update_skip_locked:
+        free = rows.filter(pk__in=keys).order_by().select_for_update(skip_locked=True)
+        keys = list(free.values_list("pk", flat=True))
     # One statement: no receiver needs the rows' signals.
-    return int(rows.filter(pk__in=keys).order_by()._raw_delete(rows.db))
+    return int(rows.filter(pk__in=keys).order_by()._raw_delete(rows.db)) if keys else 0
 
 
 def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:

@@ -24,6 +24,7 @@ from kjo_django.models import (
 from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import add_rates
+from kjo_django.operations.search import running_counts
 from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
 from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
@@ -106,12 +107,17 @@ def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
     """Return everything ``kjo_status`` shows, ready for JSON.
 
     Counts are exact up to 100,000 rows of a state, and lower bounds beyond: ``is_capped`` is true
-    then. ``completed`` counts among the newest 100,000 jobs.
+    then. ``completed`` counts among the newest 100,000 jobs. ``running_count`` of a queue, which is
+    among its other counts, is of at most 2,000 running jobs of all queues; None while coordination
+    cannot be reached.
 
     :param queues: names of queues; None: all known ones.
     """
     now = CLOCK.now()
     rows, is_capped = queue_rows(queues, now)
+    running = running_counts()
+    for row in rows:
+        row["running_count"] = None if running is None else running.get(row["queue"], 0)
     add_rates(rows)
     return {
         "now": now.isoformat(),

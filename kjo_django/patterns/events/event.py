@@ -89,7 +89,11 @@ class EventMetadata:
 
     @classmethod
     def read(cls, given: Any) -> EventMetadata:
-        """Return the metadata in a mapping in camelCase or snake_case."""
+        """Return the metadata in a mapping in camelCase or snake_case.
+
+        :param given: the mapping, or an ``EventMetadata``, which is returned.
+        :raises PayloadError: it is no object, or an id is not text of 1 to 255 characters.
+        """
         if isinstance(given, EventMetadata):
             return given
         if not isinstance(given, Mapping):
@@ -133,6 +137,7 @@ class BaseEvent:
     type: str
     """The type, such as ``USER_PROFILE_UPDATED``."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    """What happened; JSON must be able to hold it."""
     id: str = field(default_factory=_new_id)
     """The event's id. Consumers handle each id once."""
     source: str = field(default_factory=_own_name)
@@ -142,6 +147,7 @@ class BaseEvent:
     version: str = "1"
     """The version of the contract of ``data``."""
     metadata: EventMetadata | None = None
+    """The user, correlation and cause; also taken as a mapping."""
     subject: str | None = None
     """What of its source the event is about, such as the name of a file."""
     dataschema: str | None = None
@@ -210,6 +216,7 @@ class BaseEvent:
     def from_wire(cls, given: Any) -> BaseEvent:
         """Return the event in a mapping in camelCase or snake_case; unknown fields are left out.
 
+        :param given: the mapping.
         :raises PayloadError: it is not a valid event.
         """
         if not isinstance(given, Mapping):
@@ -297,7 +304,9 @@ class PublishedEvent:
     job_id: UUID | None = None
     """The outbox row that the relay publishes; None when the event was published directly."""
     partition: int | None = None
+    """The partition of an event that was published directly, where the transport says it."""
     offset: int | None = None
+    """The offset of its record there."""
 
 
 def publish_event(
@@ -314,6 +323,8 @@ def publish_event(
     removes it, and after the commit it is not lost. Within a handler it inherits the trace and the
     correlation, and its cause is the event being handled.
 
+    :param topic: the topic it is published to; its queue's transport is used where
+        ``KJO["QUEUES"]`` has one.
     :param event: a ``BaseEvent``, or a mapping in camelCase or snake_case.
     :param direct: publish now, outside any transaction, and wait for the transport's
         acknowledgement. The event is then published even if the caller's transaction rolls back.
@@ -349,7 +360,7 @@ def publish_event(
 
 
 async def apublish_event(topic: str, event: BaseEvent | Mapping[str, Any], **options: Any) -> Any:
-    """``publish_event`` from asynchronous code."""
+    """``publish_event`` from asynchronous code; takes, returns and raises what it does."""
     return await from_coroutine(publish_event)(topic, event, **options)
 
 

@@ -303,15 +303,20 @@ def event_handler(
     each event: the marker in ``processed_events`` and what it writes are one transaction. One
     function may handle several types; of a type, one function in a group.
 
+    :param type: the type of event, 1 to 100 characters.
+    :param topic: the topic to read.
     :param group: consumer group, ``{SERVICE_NAME}-group`` by default. Another group sees every
         event too, with markers of its own: so one project can act on a type in two places.
     :param versions: understood versions; an event of another one becomes a dead letter. Any, if
         none is given.
     :param max_attempts: executions before an event is dead-lettered.
-    :param atomic: as of ``@job``.
+    :param timeout: longest run of one attempt; ``KJO["TIMEOUT"]`` if not given.
+    :param atomic: run in the transaction of the marker, as with ``@job``.
+    :param takes_context: pass the ``JobContext`` first.
     :param queue_options: of the queue made for the topic, see ``KJO["QUEUES"]``.
     :raises TypeError: there is no such option.
     :raises ValueError: the value of one means nothing.
+    :raises ImproperlyConfigured: another function handles this type of this topic in this group.
     """
     if not isinstance(type, str) or not 0 < len(type) <= MAX_TYPE_LENGTH:
         raise ValueError(f"event_handler: type must be text of 1 to {MAX_TYPE_LENGTH} characters")

@@ -46,17 +46,23 @@ class ProcessOutcome(Generic[T]):
     processed: bool
     """False: the event had been processed before, and nothing was done."""
     result: T | None = None
+    """What the function returned; None where it was not called."""
 
 
 class EventIdempotencyService:
     """Knows the events that have taken effect for a service.
 
+    Its methods refuse an ``event_id`` that is not text of 1 to 255 characters, and an
+    ``event_type`` that is not text of 1 to 100, with a ``ValueError``.
+
     :param service_name: ``SERVICE_NAME`` if not given. The same event counts separately for each
         service and for each type.
+    :raises ValueError: the name is longer than 100 characters.
     """
 
     def __init__(self, service_name: str | None = None) -> None:
         self.service_name: str = service_name or get_settings().service_name
+        """The service whose events these are."""
         if len(self.service_name) > MAX_NAME_LENGTH:
             raise ValueError(f"service_name must have at most {MAX_NAME_LENGTH} characters")
 
@@ -65,6 +71,9 @@ class EventIdempotencyService:
 
         Do not decide by this answer whether to act, since another process may act in between: call
         ``process_event_safely``.
+
+        :param event_id: the event's id.
+        :param event_type: its type; the same id counts separately for each.
         """
         key = self._key(event_id, event_type)
         rows = ProcessedEvent.objects.using(jobs_database())
@@ -75,7 +84,9 @@ class EventIdempotencyService:
     ) -> bool:
         """Mark the event, joining the caller's transaction; False if it was marked before.
 
-        :param event_data: kept in the marker's row.
+        :param event_id: the event's id.
+        :param event_type: its type; the same id counts separately for each.
+        :param event_data: kept in the marker's row; JSON must be able to hold it.
         """
         key, using = self._key(event_id, event_type), jobs_database()
         rows = ProcessedEvent.objects.using(using)
@@ -97,7 +108,10 @@ class EventIdempotencyService:
 
         An exception of the processor is raised, and its writes and the marker are undone.
 
+        :param event_id: the event's id.
+        :param event_type: its type; the same id counts separately for each.
         :param processor: a function, or a coroutine function, without arguments.
+        :param event_data: kept in the marker's row, see ``mark_event_processed``.
         """
         with transaction.atomic(using=jobs_database()):
             if not self.mark_event_processed(event_id, event_type, event_data):

@@ -97,11 +97,15 @@ class AbstractConsumer(abc.ABC):
     """Six methods to write, three hooks; any of them may be ``async def``.
 
     ``topic``, ``consumer_group`` and ``key_prefix`` are required, as class attributes or as entries
-    of ``config``; ``ConsumerOptions`` has the rest. A concrete class that has them is known to
-    workers from its definition on; ``class Base(AbstractConsumer, register=False)`` is not.
+    of ``config``. A concrete class that has them is known to workers from its definition on;
+    ``class Base(AbstractConsumer, register=False)`` is not.
 
     One instance serves all threads of a worker: keep nothing of one message on it.
 
+    The arguments of its methods:
+
+    :param message: ``{"id": …, "data": …, "type": …}``, as a producer has built it.
+    :param item_id: what ``get_message_id`` has returned, as text.
     :raises ImproperlyConfigured: at its definition, when an option is wrong, unknown or missing.
     """
 
@@ -109,6 +113,7 @@ class AbstractConsumer(abc.ABC):
     """The states of its items. Processing is not among them: it is a lease, and nothing is stored.
     """
     config: ClassVar[Mapping[str, Any]] = {}
+    """Options by name, where they are not attributes."""
     topic: str
     consumer_group: str
     key_prefix: str
@@ -149,15 +154,25 @@ class AbstractConsumer(abc.ABC):
 
     @abc.abstractmethod
     def process(self, message: dict[str, Any]) -> Any:
-        """Process the item. A result other than None is passed to ``handle_processing_result``."""
+        """Process the item. A result other than None is passed to ``handle_processing_result``. An
+        exception fails the attempt: the item is tried again as long as attempts are left.
+        """
 
     @abc.abstractmethod
     def mark_item_as_completed(self, item_id: str) -> Any:
-        """Set the item's state to COMPLETED."""
+        """Set the item's state to COMPLETED. With ``atomic``, it is called in the transaction in
+        which the item was processed.
+        """
 
     @abc.abstractmethod
     def mark_item_as_failed(self, item_id: str) -> Any:
-        """Set the item's state to FAILED. It is called when no attempt is left."""
+        """Set the item's state to FAILED. It is called when no attempt is left, in the transaction
+        of the dead letter.
+
+        If it raises, that is logged, the dead letter stands and the item stays as it was: its
+        producer sends it again, for all its attempts and another dead letter, for as long as this
+        method raises.
+        """
 
     @abc.abstractmethod
     def is_item_completed(self, item_id: str) -> Any:
@@ -172,6 +187,8 @@ class AbstractConsumer(abc.ABC):
         """Store the result of ``process``, in the transaction that completes the item.
 
         An exception rolls the state back, and the item is tried again.
+
+        :param result: what ``process`` returned; never None.
         """
         return None
 
@@ -180,11 +197,16 @@ class AbstractConsumer(abc.ABC):
         return None
 
     def on_failed(self, item_id: str, error: BaseException | None) -> Any:
-        """Called after the commit of an item that has failed for good. Exceptions are logged."""
+        """Called after the commit of an item that has failed for good. Exceptions are logged.
+
+        :param error: the error of the last attempt; None if it is not known.
+        """
         return None
 
     def get_database(self) -> str:
-        """Return the alias of the database that holds the items."""
+        """Return the alias of the database that holds the items: that of the jobs, unless it is
+        overridden.
+        """
         return jobs_database()
 
     # --- Running it here --------------------------------------------------------------------------
@@ -230,6 +252,8 @@ class AbstractConsumer(abc.ABC):
 
         Call it from another thread than the one that works. Returns False if ``timeout`` seconds
         were not enough.
+
+        :param timeout: seconds to wait for the end; None: without limit.
         """
         with self._changing:
             if not self._is_consuming:
@@ -242,6 +266,7 @@ class AbstractConsumer(abc.ABC):
         """Change how many messages are processed at once. Waiting messages start at once if there
         is room.
 
+        :param count: at least 1.
         :raises ValueError: not a whole number above 0.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

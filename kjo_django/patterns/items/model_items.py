@@ -22,16 +22,20 @@ _PLAIN = (str, int, float, bool, list, dict, date, datetime, time, timedelta, De
 class ModelProducer(AbstractProducer):
     """A producer of a model's rows: declare the model, its fields and where to send.
 
-    ``model`` or ``queryset``; ``fields``: the fields that are sent, all concrete fields if not
-    given; ``hash_fields``: the fields whose change sends an item again, all that are sent if not
-    given; ``key_field``: the field that names an item in logs.
+    It has the three methods that ``AbstractProducer`` asks for. It takes rows in the order of their
+    primary key.
     """
 
     model: ClassVar[type[models.Model] | None] = None
+    """The model whose rows are items; this or ``queryset`` is required."""
     queryset: ClassVar[models.QuerySet[Any] | None] = None
+    """The rows that are items, where these are not all of ``model``."""
     fields: ClassVar[Sequence[str] | None] = None
+    """The fields that are sent; all concrete fields if not given."""
     key_field: ClassVar[str | None] = None
+    """The field that names an item in logs; ``name`` or ``email``, else the id, if not given."""
     state_field: ClassVar[str] = "state"
+    """The field for which criteria may name a state."""
     STATES: ClassVar[Any] = ItemState
     """Names of states that criteria may use: ``{"state": "FAILED"}``."""
 
@@ -67,7 +71,10 @@ class ModelProducer(AbstractProducer):
         return self.get_queryset().filter(**self.resolve_criteria(criteria))
 
     def resolve_criteria(self, criteria: Mapping[str, Any]) -> dict[str, Any]:
-        """Return lookups of the queryset; the name of a state becomes its number."""
+        """Return lookups of the queryset; the name of a state becomes its number.
+
+        :param criteria: what was given to ``produce_messages``.
+        """
         resolved = dict(criteria)
         state = resolved.get(self.state_field)
         if isinstance(state, str):
@@ -106,17 +113,20 @@ def _value_of(field: models.Field[Any, Any], item: Any) -> Any:
 
 
 class ModelConsumer(AbstractConsumer, register=False):
-    """A consumer of a model's rows: declare the model and its state field, and write ``process``.
-
-    ``completed_at_field`` and ``failed_at_field``, if given, get the time of that state.
+    """A consumer of a model's rows: declare the model and the field of its state, and write
+    ``process``.
     """
 
     model: ClassVar[type[models.Model]]
+    """The model whose rows are items. Required."""
     state_field: ClassVar[str] = "state"
+    """The field that holds an item's state."""
     key_field: ClassVar[str | None] = None
     """The entry of the message's ``data`` that names an item in logs; its id if not given."""
     completed_at_field: ClassVar[str | None] = None
+    """The field that is set to the time at which the item was completed, if there is one."""
     failed_at_field: ClassVar[str | None] = None
+    """The field that is set to the time at which the item failed for good, if there is one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

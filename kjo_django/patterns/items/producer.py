@@ -86,12 +86,14 @@ class ProduceResult:
     total: int
     """Items looked at."""
     sent: int
+    """Items the transport has accepted."""
     skipped: int
     """Items left out because the same content was sent recently, or another producer is sending it.
     """
     failed: int
+    """Items that could not be serialized or that the transport refused."""
     item_ids: list[str] = field(default_factory=list)
-    """Items sent."""
+    """Ids of the items sent."""
     reason: str | None = None
     """Why not all items were sent: the first error, why items were skipped, or that there was
     nothing to do.
@@ -117,9 +119,13 @@ class AbstractProducer(abc.ABC):
     """A producer: write three methods, and override the rest where needed.
 
     Options are class attributes, entries of ``config``, or entries of the dict given to the
-    constructor; see ``ProducerOptions``. ``topic`` and ``key_prefix`` are required, or the
-    ``queue`` that has them. Use an instance from one thread at a time.
+    constructor. ``topic`` and ``key_prefix`` are required, or the ``queue`` that has them. Use an
+    instance from one thread at a time.
 
+    The arguments of its methods:
+
+    :param item: a row, or what else ``get_next_processing_items`` returns.
+    :param item_id: what ``get_item_id`` has returned.
     :raises ImproperlyConfigured: an option is wrong, unknown or missing.
     """
 
@@ -137,6 +143,7 @@ class AbstractProducer(abc.ABC):
     without_coordination: Literal["stop", "send"] = "stop"
     batch_size: int = 1000
     config: ClassVar[Mapping[str, Any]] = {}
+    """Options by name, where they are not attributes."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         name = type(self).__name__
@@ -145,6 +152,7 @@ class AbstractProducer(abc.ABC):
         self.options: ProducerOptions = read_class_options(
             ProducerOptions, {**declared, **given}, name
         )
+        """All options as they are in effect."""
         _check_key_format(self.options.key_format, name)
         _ = self.target  # what is missing is said now
         self._is_connected = False
@@ -159,8 +167,12 @@ class AbstractProducer(abc.ABC):
         """Return at most ``limit`` items that match ``criteria`` and whose id is not excluded.
 
         It is called again, with the returned ids excluded, until enough items are found.
-        ``excluded_ids`` may hold tens of thousands, more than an SQL statement takes: for querysets
-        use ``windows.take``. Excluded items that are returned are dropped.
+        ``excluded_ids`` may hold tens of thousands, more than an SQL statement takes; a
+        ``ModelProducer`` compares them in Python. Excluded items that are returned are dropped.
+
+        :param criteria: what was given to ``produce_messages``.
+        :param limit: most items to return.
+        :param excluded_ids: ids of items that are not wanted.
         """
 
     @abc.abstractmethod
@@ -178,7 +190,10 @@ class AbstractProducer(abc.ABC):
         return
 
     def on_failed(self, item_id: str, error: Exception) -> None:
-        """Called for each item that could not be sent. It may be sent again."""
+        """Called for each item that could not be sent. It may be sent again.
+
+        :param error: why: a ``PayloadError``, or what the transport said.
+        """
         return
 
     # --- To override ------------------------------------------------------------------------------
@@ -206,7 +221,12 @@ class AbstractProducer(abc.ABC):
     def build_message(
         self, item: Any, message_type: str, message_hash: str | None = None
     ) -> OutgoingRecord:
-        """Return the record of an item."""
+        """Return the record of an item.
+
+        :param message_type: what was given to ``produce_messages``.
+        :param message_hash: the item's content hash; computed if not given.
+        :raises PayloadError: the item cannot be written as JSON.
+        """
         item_id = self.get_item_id(item)
         hash = message_hash or self.message_hash(item)
         key = self.options.key_format.format(type=message_type, id=item_id, hash=hash)
@@ -233,6 +253,10 @@ class AbstractProducer(abc.ABC):
         """Yield items in portions until there are no more; the caller stops when it has enough.
 
         So a window full of items that were sent recently does not hide those behind it.
+
+        :param criteria: what was given to ``produce_messages``.
+        :param limit: items in the first portion; later ones may be larger.
+        :param excluded_ids: ids of items that are not wanted.
         """
         seen = set(excluded_ids)
         size = limit
@@ -258,8 +282,14 @@ class AbstractProducer(abc.ABC):
         again. An item that can never be sent, because it is too large or cannot be serialized, does
         not count against ``limit``.
 
+        :param criteria: passed to ``get_next_processing_items``; of a ``ModelProducer``, lookups of
+            its queryset.
+        :param limit: most items to send, at least 1.
+        :param message_type: the ``type`` of the messages.
         :raises CoordinationError: Redis is down, and ``without_coordination`` is "stop".
         :raises PublishError: the topic cannot be looked up or created.
+        :raises TypeError: ``criteria`` is no mapping.
+        :raises ValueError: ``limit`` is no whole number above 0, or ``message_type`` no text.
         """
         if not isinstance(criteria, Mapping):
             raise TypeError(f"criteria must be a dict, not {type(criteria).__name__}")
@@ -293,13 +323,19 @@ class AbstractProducer(abc.ABC):
     # --- What was sent ----------------------------------------------------------------------------
 
     def get_processing_ids(self) -> set[str]:
-        """Return those of the items that are being processed."""
+        """Return the ids of the items that a consumer is processing now.
+
+        :raises CoordinationError: the coordination cannot be reached.
+        """
         name = processing_name(self.target, "")
         with self._its_database():
             return {found[len(name) :] for found in get_coordination().names(name)}
 
     def get_sent_hashes(self, item_ids: Iterable[str]) -> dict[str, str]:
-        """Return the content hashes of those of the items that were sent recently, in one call."""
+        """Return the content hashes of those of the items that were sent recently, in one call.
+
+        :param item_ids: of which items.
+        """
         names = {sent_name(self.target, item_id): item_id for item_id in item_ids}
         with self._its_database():
             marks = get_coordination().get_marks(list(names))
@@ -310,7 +346,10 @@ class AbstractProducer(abc.ABC):
         return self.get_sent_hashes([item_id]).get(item_id)
 
     def is_sent_recently(self, item_id: str, message_hash: str) -> bool:
-        """Return whether the item was sent recently with this content."""
+        """Return whether the item was sent recently with this content.
+
+        :param message_hash: the content hash to compare with, see ``message_hash()``.
+        """
         return self.get_sent_hash(item_id) == message_hash
 
     # --- Inside -----------------------------------------------------------------------------------

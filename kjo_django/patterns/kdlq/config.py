@@ -21,7 +21,16 @@ logger = get_logger("kjo_django")
 
 
 class KDLQMessageLifecycleListener:
-    """Override the hooks you need. ``consumer`` is the consumer's id."""
+    """Hooks that are called as a message is processed and routed: override those you need. What a
+    hook raises is logged and changes nothing.
+
+    Their arguments:
+
+    :param consumer: the consumer's id.
+    :param record: the ``Record`` that was processed.
+    :param status: a ``ProcessingStatus``, as the processor returned it or its exception means it.
+    :param error: what was raised; None if nothing was.
+    """
 
     def on_message_processing(
         self, consumer: str, record: Record, status: Any, error: BaseException | None
@@ -94,17 +103,24 @@ class ProcessingStatus(enum.Enum):
     """What a processor answers."""
 
     OK = "OK"
+    """The message is processed."""
     MUST_BE_REDELIVERED = "MUST_BE_REDELIVERED"
+    """Deliver the message again, as often as ``max_redeliveries`` allows; then kill it."""
     ERROR = "ERROR"
+    """Kill the message: to the dead-letter topic, as often as ``max_kills`` allows."""
 
 
 class Status(enum.Enum):
     """What became of a message."""
 
     OK = "OK"
+    """The message is processed."""
     ROUTED_TO_DLQ = "ROUTED_TO_DLQ"
+    """The message is in the dead-letter topic, and a dead letter is recorded."""
     SKIPPED_DLQ_MAX_ATTEMPTS_REACHED = "SKIPPED_DLQ_MAX_ATTEMPTS_REACHED"
+    """The message was killed too often: a discarded dead letter is recorded, nothing is sent."""
     REDELIVERED = "REDELIVERED"
+    """The message is published again, or stored to be published after its delay."""
 
 
 class Ordering(enum.StrEnum):
@@ -118,7 +134,7 @@ class Ordering(enum.StrEnum):
 
 @dataclass(frozen=True)
 class DlqConfig:
-    """Immutable and validated.
+    """How a consumer routes failed messages. Immutable, and validated when it is made.
 
     :raises KDLQConfigurationException: naming the field at fault.
     """
@@ -139,6 +155,7 @@ class DlqConfig:
     """Times a message is sent to the dead-letter topic; then it is discarded and recorded.
     Negative: no end; 0: never sent."""
     listeners: Collection[KDLQMessageLifecycleListener] = ()
+    """Called as messages are processed and routed."""
     informational_headers: bool = False
     """Add offset, partition and time of the original."""
     redelivery_delay: timedelta | float | None = None
@@ -148,10 +165,13 @@ class DlqConfig:
     relay of our transport.
     """
     redelivery_multiplier: float = 1.5
+    """By which each further redelivery's delay is longer; at least 1."""
     max_redelivery_delay: timedelta | float = timedelta(minutes=10)
+    """The longest delay, a timedelta or seconds; positive."""
     default_on_exception: Literal["dlq", "redeliver"] = "dlq"
     """The meaning of other exceptions: ``dlq`` as in KDLQ 1, ``redeliver`` as in KDLQ 2."""
     ordering: Ordering | str = Ordering.NONE
+    """What a redelivery does to the order of a key; ``key`` only with ``kdlq_handler``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listeners", tuple(self.listeners))
@@ -223,7 +243,10 @@ class DlqConfig:
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def delay_of(self, redelivered: int) -> timedelta:
-        """Return the delay of the next redelivery after so many redeliveries."""
+        """Return the delay of the next redelivery after so many redeliveries.
+
+        :param redelivered: redeliveries so far.
+        """
         first: Any = self.redelivery_delay
         if first is None:
             first = timedelta(0) if self.servers is not None else DEFAULT_DELAY

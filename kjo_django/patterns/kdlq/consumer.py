@@ -48,7 +48,13 @@ KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 class KDLQMessageConsumer:
     """Processes records and routes failed ones. Thread-safe. Close it, or use ``with``.
 
-    :param id: marks the messages it has processed, in the header ``KDLQ_PrcMarker``.
+    :param id: 1 to 100 characters; marks the messages it has processed, in the header
+        ``KDLQ_PrcMarker``.
+    :param config: how failed messages are routed.
+    :param processor: takes a ``Record`` and returns a ``ProcessingStatus`` (None for OK), or
+        raises.
+    :raises KDLQConfigurationException: ``id`` is not such a text, or ``config`` has
+        ``ordering="key"``.
     """
 
     def __init__(self, id: str, config: DlqConfig, processor: Processor) -> None:
@@ -58,8 +64,10 @@ class KDLQMessageConsumer:
             raise KDLQConfigurationException(
                 "ordering='key' needs the worker's pipeline; declare it with kdlq_handler"
             )
-        self.id = id
-        self.config = config
+        self.id: str = id
+        """The consumer's id."""
+        self.config: DlqConfig = config
+        """How failed messages are routed."""
         self._processor = processor
         self._is_closed = self._is_released = False
         self._lock = threading.Condition()

@@ -285,11 +285,15 @@ def kdlq_handler(
 
     It takes a ``Record`` and returns a ``ProcessingStatus`` (None for OK), or raises.
 
-    :param id: of the consumer; the marker in the messages' headers.
+    :param id: of the consumer, 1 to 100 characters; the marker in the messages' headers.
+    :param topic: the topic to read.
     :param config: by default as many redeliveries as ``max_attempts`` allows, through a topic of
         this consumer, then ``<topic>-dlq``.
     :param from_dlq: also process the records of the dead-letter topic.
     :param queue_options: of the queue made for the topic, see ``KJO["QUEUES"]``.
+    :raises ImproperlyConfigured: the id is not such a text, or the function is a coroutine
+        function.
+    :raises TypeError: there is no such option.
     """
     if not isinstance(id, str) or not 0 < len(id.strip()) <= MAX_ID_LENGTH:
         raise ImproperlyConfigured(f"kdlq_handler: id must have 1 to {MAX_ID_LENGTH} characters")

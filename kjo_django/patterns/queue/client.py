@@ -71,7 +71,10 @@ class EnqueueResult:
     """The answer to ``Queue.enqueue``; duplicates are answers, never exceptions."""
 
     status: Literal["queued", "replaced", "duplicate", "completed"]
+    """``queued``: a job is stored. ``replaced``: the job that was there has the new payload.
+    ``duplicate``: nothing is stored. ``completed``: nothing is stored, and there is a result."""
     job_id: uuid.UUID
+    """The key of the job that is stored, or was there."""
     existing_state: str | None = None
     """Of a duplicate: queued, processing, failing, completed or failed. Of a replaced one: what it
     was."""
@@ -117,6 +120,8 @@ class Queue:
     :param serializer: of payloads.
     :param result_serializer: of results, where it is another one.
     :param worker_id: name of the worker that ``start`` begins; ``<host>-<pid>`` if not given.
+    :raises ValueError: the value of an option means nothing, or both counts are given.
+    :raises TypeError: there is no such option.
     """
 
     def __init__(
@@ -135,7 +140,8 @@ class Queue:
         refuse_unknown(unknown, _OPTIONS, "Queue")
         if max_attempts is not None and max_retries is not None:
             raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
-        self.name = name
+        self.name: str = name
+        """The queue's name."""
         self.job_type: str = f"queue:{name}"
         """The handler's name in its jobs."""
         if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
@@ -187,9 +193,11 @@ class Queue:
 
         Before or after ``start``; at import time for workers that are processes of their own.
 
+        :param handler: a function of a ``QueueJob``, or of it and ``callback(error, result)``.
         :param atomic: run in the transaction that records the outcome, see ``@job``.
         :param timeout: longest run of an attempt.
         :param after_execution: may change result, error and lifetime before they are stored.
+        :raises TypeError: there is no such option.
         """
         refuse_unknown(unknown, _HANDLER_OPTIONS, "Queue.execute")
         function = adapt(handler, after_execution, self._complain)
@@ -264,6 +272,11 @@ class Queue:
         ``completed(id, result)``, ``failed(id, error)``, ``failing(id, error, attempt)``,
         ``enqueued(id)``, ``stalled(id)``, ``cancelled(id)``, ``requeued(id)``, ``started()``,
         ``stopped()``, ``error(error)``.
+
+        :param event: one of these names.
+        :param listener: called with these arguments. What it raises is logged and goes to
+            ``error``.
+        :raises ValueError: there is no such event.
         """
         return self._events.on(event, listener)
 
@@ -281,6 +294,8 @@ class Queue:
         The first accepted enqueue decides payload, lifetime and attempts. Everything is validated
         before anything is written.
 
+        :param id: the id by which its caller knows the job, 1 to 255 characters.
+        :param payload: anything its serializer takes.
         :param retry_failed: begin anew where the job of this id has failed, instead of answering
             ``duplicate`` until its error expires.
         :param options: ``max_attempts``, ``result_ttl`` (timedelta or whole milliseconds),
@@ -288,6 +303,8 @@ class Queue:
             ``correlation_id``, ``serializer``, and ``on_conflict``: ``keep`` the job of this id,
             ``replace`` its payload and options if it has not begun, or ``raise``.
         :raises JobExistsError: there is a job of this id, and ``on_conflict`` is ``raise``.
+        :raises PayloadError: the payload cannot be serialized or is too large.
+        :raises TypeError: there is no such option.
         """
         refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
         return self._store(self._builder.build(id, payload, **options), retry_failed)
@@ -307,7 +324,11 @@ class Queue:
         A living result of the same id is returned at once; a job of this id that is under way is
         waited for.
 
+        :param id: as of ``enqueue``.
+        :param payload: as of ``enqueue``.
         :param timeout: seconds.
+        :param retry_failed: as of ``enqueue``.
+        :param options: as of ``enqueue``.
         :raises JobTimeoutError: the time is over; the job may still complete.
         :raises JobFailedError: it failed for good, now or before.
         :raises JobCancelledError: it was cancelled meanwhile.
@@ -321,6 +342,7 @@ class Queue:
     def wait(self, id: str, *, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Return the result of a job enqueued before, found by polling.
 
+        :param id: the id it was enqueued with.
         :param timeout: seconds.
         :raises JobNotFoundError: no job has this id, or its result or error has expired.
         :raises JobTimeoutError: the time is over; the job may still complete.
@@ -388,6 +410,7 @@ class Queue:
         """Cancel a job that is not running; returns ``cancelled``, ``not_found``, ``processing``,
         ``completed`` or ``failed``.
 
+        :param id: the id it was enqueued with.
         :param abort: ask a running job to end, see ``JobContext.aborted``. The answer is
             ``processing`` then; its handler decides whether it ends as cancelled.
         """
@@ -398,31 +421,48 @@ class Queue:
 
     @_in_its_database
     def get_status(self, id: str) -> MessageStatus | None:
-        """Return a job's status; None for an unknown id."""
+        """Return a job's status; None for an unknown id.
+
+        :param id: the id it was enqueued with.
+        """
         return statuses.status_of(self.name, id)
 
     @_in_its_database
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
-        """Return the state of each job by one query; None for an unknown id."""
+        """Return the state of each job by one query; None for an unknown id.
+
+        :param ids: those they were enqueued with.
+        """
         return statuses.states_of(self.name, ids)
 
     @_in_its_database
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """Return a completed job's result until it expires, else ``default``. A handler that
         returned None has the result None; ``NO_RESULT`` means no result.
+
+        :param id: the id it was enqueued with.
+        :param default: returned where there is no result.
         """
         found = statuses.result_for(self.name, id)
         return default if found is NO_RESULT else found
 
     @_in_its_database
     def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
-        """Set the lifetime of a finished job's result or error, from now on."""
+        """Set the lifetime of a finished job's result or error, from now on.
+
+        Returns ``updated``, ``not_found``, ``not_terminal`` if the job has not ended, or
+        ``missing_payload`` if no result or error is kept.
+
+        :param id: the id it was enqueued with.
+        :param result_ttl: a timedelta, or whole milliseconds.
+        """
         return statuses.update_result_ttl(self.name, id, result_ttl)
 
     @_in_its_database
     def retry(self, id: str) -> RequeueResult:
         """Give a failed or cancelled job a new run with its own payload and all its attempts.
 
+        :param id: the id it was enqueued with.
         :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
         """
         jobs = statuses.named(self.name, id)

@@ -28,7 +28,9 @@ class QueueJob:
     """The argument of a queue's handler."""
 
     payload: Any
+    """What was enqueued, as its serializer gives it back."""
     context: JobContext
+    """The context of this execution."""
 
     @property
     def id(self) -> str:
@@ -56,6 +58,7 @@ class QueueJob:
         return self.context.cancel_event
 
     cancel_event = signal
+    """``signal`` by another name."""
 
     @property
     def aborted(self) -> bool:
@@ -73,11 +76,18 @@ class QueueJob:
         return self.context.idempotency_key
 
     def raise_if_aborted(self) -> None:
-        """Raise ``JobCancelledError`` if the run was aborted."""
+        """End the run if it was aborted.
+
+        :raises JobCancelledError: it was.
+        """
         self.context.raise_if_aborted()
 
     def progress(self, percent: float | None = None, text: str = "") -> None:
-        """Report the run's progress; see ``JobContext.progress``."""
+        """Report the run's progress; see ``JobContext.progress``.
+
+        :param percent: 0 to 100; None: not known.
+        :param text: what is being done now.
+        """
         self.context.progress(percent, text)
 
 
@@ -86,7 +96,9 @@ class AfterExecution:
     """A finished run, which ``after_execution`` may change before the outcome is stored."""
 
     job: QueueJob
+    """The job, as its handler was given it."""
     result: Any = None
+    """What the handler returned."""
     error: Exception | None = None
     """The error. Set it to None to complete a failed run, or to an exception to fail a completed
     one.

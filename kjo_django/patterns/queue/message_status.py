@@ -33,8 +33,11 @@ class UpdateTtlResult(enum.StrEnum):
     """The result of changing a result's lifetime."""
 
     UPDATED = "updated"
+    """The result or error is kept for the new lifetime, from now on."""
     NOT_FOUND = "not_found"
+    """There is no job of this id."""
     NOT_TERMINAL = "not_terminal"
+    """The job has not ended."""
     MISSING_PAYLOAD = "missing_payload"
     """The job has ended without a result or error that is kept: it expired or was cancelled."""
 
@@ -44,16 +47,20 @@ class MessageStatus:
     """The status of a job."""
 
     id: str
+    """The id it was enqueued with."""
     state: str
     """queued, processing, failing, completed, failed, cancelled, or expired: the result or error of
     the completed or failed job is no longer kept."""
     created_at: datetime
+    """The time of its enqueue, aware."""
     attempts: int
     """Attempts whose outcome is recorded."""
     max_attempts: int
+    """Most executions of the job."""
     result_ttl: int
-    """Milliseconds."""
+    """How long its result or error is kept, in milliseconds."""
     correlation_id: str | None = None
+    """The correlation id of the request it belongs to."""
     result: Any = NO_RESULT
     """The result of a completed job, while it is kept."""
     error: str | None = None
@@ -65,7 +72,9 @@ class MessageStatus:
     error_details: Any = None
     """The error's ``to_dict()`` or ``details``; None if they are no JSON of 10,000 bytes."""
     progress: Progress | None = None
+    """What its running handler has reported last."""
     job_id: str = ""
+    """The key of the job, a UUID."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status with the names of the protocol; times in milliseconds."""
