@@ -264,8 +264,8 @@ class Settings:
     concurrency: int | None = option(
         optional(whole(1)),
         None,
-        "Number of lanes (threads that run handlers) of a worker. None: four, and one more "
-        "for each millisecond that its database takes to answer, sixteen at most.",
+        "Lanes (threads that run handlers) of a worker. None: four, and one more for each "
+        "millisecond that its database takes to answer, sixteen at most.",
     )
     max_attempts: int = option(attempts, 5, "Executions of a job before it is dead-lettered.")
     backoff_base: timedelta = option(
