@@ -136,7 +136,7 @@ def _check_queues(settings: Settings) -> Messages:
         except ValueError as error:
             yield checks.Error(
                 f"The name of a queue must be {error}, not {name!r:.120}.",
-                hint="No address of the REST API and of the dashboard can hold it. A topic may "
+                hint="Addresses of the REST API and the dashboard cannot contain it. A topic can "
                 "have another name than its queue: KJO['QUEUES'][…]['topic'].",
                 id="kjo.E024",
             )
@@ -380,10 +380,10 @@ def _warn_sqlite_options(settings: Settings) -> Messages:
         }
         if lacking := [text for text, is_missing in missing.items() if is_missing]:
             yield checks.Warning(
-                f"DATABASES[{alias!r}] is a file of SQLite with options for one process: beside a "
-                'busy worker enqueue() and your own saves raise "database is locked".',
+                f"DATABASES[{alias!r}] is an SQLite file with options for one process: while a "
+                'worker is busy, enqueue() and your own saves raise "database is locked".',
                 hint=f"Add to DATABASES[{alias!r}]['OPTIONS']: {{{', '.join(lacking)}}}. "
-                "docs/how-to/production.md tells why.",
+                "docs/how-to/production.md says why.",
                 id="kjo.W020",
             )
 

@@ -90,8 +90,8 @@ class QueueOptions:
     database: str | None = option(
         optional_text,
         None,
-        "Alias of the database that holds its jobs, with an outbox and markers of its own; that of "
-        "DATABASE if not given.",
+        "Alias of the database of its jobs, with a separate outbox and markers; by default "
+        "that of DATABASE.",
     )
     topic: str | None = option(optional_text, None, "Topic; the queue's name if not given.")
     consumer_group: str | None = option(
@@ -100,16 +100,16 @@ class QueueOptions:
     concurrency: int | None = option(
         optional(whole(1)),
         None,
-        "Groups of this queue one worker runs at once; as many as it has lanes if not given.",
+        "Groups of this queue that one worker runs at the same time; by default its lanes.",
     )
     rate: Rate | None = option(
         optional(rate),
         None,
-        "How many of its jobs all workers together start in a time: '5/s', '100/m'; no limit if "
-        "not given.",
+        "How many of its jobs all workers together start per period: '5/s', '100/m'; by "
+        "default no limit.",
     )
     burst: int = option(
-        whole(1, MOST_AT_ONCE), 1, "How many jobs may start at once after a time without any."
+        whole(1, MOST_AT_ONCE), 1, "Jobs that can start together after a time without starts."
     )
     key_prefix: str | None = option(
         optional_text, None, "PREFIX of its lease names; the upper-case queue name if not given."
@@ -126,23 +126,23 @@ class QueueOptions:
     timeout: timedelta | None = option(optional_duration, None, "Longest run of one attempt.")
     result_ttl: timedelta | None = option(optional(lifetime), None, "How long results are kept.")
     dead_letter_topic: str | None = option(
-        optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
+        optional_text, None, "Topic of its dead letters; '<topic>-dlq' if not given."
     )
     topic_options: dict[str, Any] = option(mapping, {}, "See the reference of topics.")
     priorities: int = option(
         whole(1, len(LEVELS)),
         1,
-        "Levels of priority, each with a topic of its own: 2 add '<topic>-high', 3 also "
-        "'<topic>-low', 4 also '<topic>-urgent'.",
+        "Number of levels of priority, each with its own topic: 2 adds '<topic>-high', 3 "
+        "also '<topic>-low', 4 also '<topic>-urgent'.",
     )
     consume: bool = option(
-        flag, True, "False: this service publishes to the topic only; no worker subscribes to it."
+        flag, True, "False: this service only publishes to the topic; no worker subscribes to it."
     )
     retry_queue: str | None = option(
         optional_text,
         None,
-        "Queue whose topic carries the retries of messages other services share; its own if not "
-        "given.",
+        "Queue whose topic is used for retries of messages that other services also read; by "
+        "default this queue.",
     )
     event_format: str | None = option(
         optional(one_of(*EVENT_FORMATS)),
@@ -190,11 +190,11 @@ class ScheduleOptions:
 
     job: str = option(text, "", "Name of the job that each tick enqueues.")
     payload: dict[str, Any] = option(_json_object, {}, "The arguments of the job.")
-    cron: str = option(cron_expression, "", "Cron expression of five fields, or such as @daily.")
+    cron: str = option(cron_expression, "", "Cron expression of five fields, or e.g. @daily.")
     every: int | None = option(
-        optional(whole_seconds(1)), None, "Seconds, or a timedelta, from tick to tick."
+        optional(whole_seconds(1)), None, "Time between two ticks: seconds, or a timedelta."
     )
-    at: datetime | None = option(optional(aware_moment), None, "When a single tick is due.")
+    at: datetime | None = option(optional(aware_moment), None, "Time of a single tick.")
     timezone: str = option(
         zone_name, "", "Time zone of the cron expression; Django's TIME_ZONE if not given."
     )
@@ -205,19 +205,19 @@ class ScheduleOptions:
         "Which missed ticks get a job: none, the latest one, or all (the latest 100 at most).",
     )
     overlap: str = option(
-        one_of(*OVERLAPS), "allow", "skip: no tick while the job of the last one is open."
+        one_of(*OVERLAPS), "allow", "skip: no job while that of the previous tick is open."
     )
     jitter: int = option(
-        whole_seconds(0, 86_400), 0, "Each job starts up to this many seconds after its tick."
+        whole_seconds(0, 86_400), 0, "Maximum delay of a job after its tick, in seconds."
     )
     expires_after: int | None = option(
         optional(whole_seconds(1)),
         None,
-        "Seconds, or a timedelta, after which the job of a tick is not started any more.",
+        "Time after a tick until which its job can start: seconds, or a timedelta.",
     )
-    starts_at: datetime | None = option(optional(aware_moment), None, "No tick is before it.")
-    ends_at: datetime | None = option(optional(aware_moment), None, "No tick is after it.")
-    enabled: bool = option(flag, True, "False: declared, and has no ticks.")
+    starts_at: datetime | None = option(optional(aware_moment), None, "No tick before this time.")
+    ends_at: datetime | None = option(optional(aware_moment), None, "No tick after this time.")
+    enabled: bool = option(flag, True, "False: the schedule is declared, but has no ticks.")
 
 
 def read_schedule(given: Any, where: str) -> tuple[ScheduleOptions, list[Problem]]:
@@ -259,45 +259,43 @@ class Settings:
     queues: dict[str, Any] = option(mapping, {}, "Options by queue name.")
     schedules: dict[str, Any] = option(mapping, {}, "Options by the name of a periodic schedule.")
     middleware: tuple[str, ...] = option(
-        texts, (), "Import paths of what surrounds each call of a handler, outermost first."
+        texts, (), "Import paths of middleware around each call of a handler, outermost first."
     )
     concurrency: int | None = option(
         optional(whole(1)),
         None,
-        "Lanes (threads running handlers) of a worker. None: four, and one more for each "
+        "Lanes (threads that run handlers) of a worker. None: four, and one more for each "
         "millisecond that its database takes to answer, sixteen at most.",
     )
     max_attempts: int = option(attempts, 5, "Executions of a job before it is dead-lettered.")
     backoff_base: timedelta = option(
         duration, timedelta(seconds=2), "Delay before the second attempt; doubles each time."
     )
-    backoff_max: timedelta = option(duration, timedelta(minutes=10), "Longest back-off.")
-    backoff_jitter: float = option(
-        number(0, 1), 0.2, "Share of the delay that is drawn at random, 0 to 1."
-    )
+    backoff_max: timedelta = option(duration, timedelta(minutes=10), "Longest back-off delay.")
+    backoff_jitter: float = option(number(0, 1), 0.2, "Random part of the delay, from 0 to 1.")
     error_recovery_delays: dict[str, Any] = option(
         mapping,
         {"rate_limit": 30, "network": 10, "database": 5, "default": 0},
-        "Least seconds before the next attempt, by class of error, of jobs without a back-off of "
-        "their own.",
+        "Minimum seconds before the next attempt, by class of error, for jobs without their "
+        "own back-off.",
     )
     pausable_errors: tuple[str, ...] = option(
-        texts, (), "Import paths of further exceptions that pause a partition."
+        texts, (), "Import paths of additional exceptions that pause a partition."
     )
     pause_budget: timedelta = option(
         duration,
         timedelta(hours=24),
-        "How long, from its first pause on, a message that met such an error keeps its place and "
-        "its attempts; then each counts.",
+        "Time, from the first pause of a message, during which such errors spend no attempt "
+        "and the message keeps its place; after that, each error counts.",
     )
     unknown_handler_wait: timedelta | None = option(
         optional_duration,
         timedelta(hours=1),
-        "How long a job waits for a worker that knows its handler, as while a release is deployed; "
-        "then it is dead-lettered. None: at once.",
+        "Time for which a job waits for a worker that knows its handler, for example during "
+        "a deploy; then it is dead-lettered. None: immediately.",
     )
     timeout: timedelta | None = option(
-        optional_duration, timedelta(minutes=30), "Longest run of one attempt; None: no limit."
+        optional_duration, timedelta(minutes=30), "Maximum run time of one attempt; None: no limit."
     )
     result_ttl: timedelta = option(
         lifetime, timedelta(hours=1), "How long results and errors are kept; 100 years at most."
@@ -305,60 +303,61 @@ class Settings:
     processing_ttl: timedelta = option(
         duration,
         timedelta(seconds=300),
-        "How long a lease lasts without renewal. Then other workers run the jobs of a crashed one.",
+        "Time for which a lease is valid without renewal. After that, other workers run the "
+        "jobs of a crashed worker.",
     )
     sent_ttl: timedelta | None = option(
         optional_duration,
         None,
-        "How long a sent mark lasts; 20 s, or 2 x a customised PROCESSING_TTL, if not given.",
+        "Lifetime of a sent mark; by default 20 s, or 2 x a customised PROCESSING_TTL.",
     )
     record_lease: timedelta = option(
         duration,
         timedelta(seconds=30),
-        "How long a record handed out stays a worker's, on transports that lease records; and a "
-        "step that its worker has released, before it is published.",
+        "Time for which a delivered record is leased to a worker, on transports that lease "
+        "records; and time before a step that its worker has released is published.",
     )
-    max_payload_bytes: int = option(whole(1), 900_000, "Longest payload accepted and handled.")
-    group_size: int = option(whole(1), 500, "Most jobs in one transaction.")
+    max_payload_bytes: int = option(whole(1), 900_000, "Maximum size of a payload in bytes.")
+    group_size: int = option(whole(1), 500, "Maximum number of jobs in one transaction.")
     group_budget: timedelta = option(
         duration,
         timedelta(milliseconds=50),
-        "Run time up to which fast jobs share a transaction; more where the database is more than "
-        "6 ms away.",
+        "Total run time up to which fast jobs share a transaction; longer if the database is "
+        "more than 6 ms away.",
     )
     max_outstanding: int = option(
         whole(1),
         5000,
-        "Records a worker holds at most, waiting and running. A queue holds no more than it leaves "
-        "free for the others. Of transports that can give records back, most queues hold much "
-        "less: what could start soon.",
+        "Maximum number of records that a worker has, waiting and running. A queue has at "
+        "most as many as it leaves free for others. On transports that can take records "
+        "back, most queues have far fewer: those that can start soon.",
     )
     max_outstanding_bytes: int = option(
         whole(1),
         64 * 1024**2,
-        "Bytes of values a worker holds at most, waiting and running, and one record whatever its "
-        "size; clients of Kafka fetch a quarter of it ahead.",
+        "Maximum bytes of values that a worker has, waiting and running, but always at least "
+        "one record; clients of Kafka fetch a quarter of it ahead.",
     )
     async_concurrency: int = option(
         whole(1),
         5000,
-        "Coroutines of atomic=False handlers a worker runs at once, for each queue without a "
-        "concurrency of its own; MAX_OUTSTANDING bounds them too.",
+        "Number of coroutines of atomic=False handlers that a worker runs at the same time, "
+        "for each queue without its own concurrency; MAX_OUTSTANDING limits them, too.",
     )
     async_ramp_up: int = option(
         whole(1),
         100,
-        "Coroutines of atomic=False handlers of one queue that a worker starts each second, at "
-        "most a tenth of them at once, besides two for each that has completed.",
+        "Number of coroutines of atomic=False handlers of one queue that a worker starts each "
+        "second, at most a tenth of them together, in addition to two for each completed one.",
     )
     relay_batch_size: int = option(
-        whole(1), 1000, "Most rows the relay publishes at once; twice that of a backlog."
+        whole(1), 1000, "Maximum rows in one publish; twice that in a backlog."
     )
     relay_batch_bytes: int = option(
         whole(1),
         16 * 1024**2,
-        "Bytes of payloads the relay reads and publishes at once, and one row whatever its size; "
-        "twice that of a backlog.",
+        "Maximum bytes of payloads that the relay reads and publishes at a time, but always "
+        "at least one row; twice that in a backlog.",
     )
     poll_interval: timedelta = option(
         duration, timedelta(seconds=1), "How often workers look for due jobs."
@@ -367,36 +366,35 @@ class Settings:
         duration, timedelta(seconds=5), "How often a worker writes its heartbeat."
     )
     shutdown_grace: timedelta = option(
-        duration, timedelta(seconds=10), "Time running jobs get to finish when a worker stops."
+        duration, timedelta(seconds=10), "Time for running jobs to end when a worker stops."
     )
     status_report_interval: timedelta | None = option(
         optional(duration), None, "How often kjo_consume prints its status. None: not at all."
     )
     job_log_lines: int = option(
-        whole(0),
-        100,
-        "Lines, logged while a job runs, that are kept with an attempt that fails. 0: none.",
+        whole(0), 100, "Number of log lines of an attempt that are stored if it fails. 0: none."
     )
     rescue_after: timedelta = option(
         duration,
         timedelta(minutes=15),
-        "A queued job untouched for this long is looked for, and published again if its message "
-        "is gone.",
+        "Time after which an untouched queued job is checked, and published again if its "
+        "message is lost.",
     )
     max_replays: int = option(
         whole(1), 5, "Replays of one dead letter before kjo_replay_dlq refuses (loop guard)."
     )
-    topic_options: dict[str, Any] = option(mapping, {}, "Topic options every queue starts from.")
+    topic_options: dict[str, Any] = option(mapping, {}, "Default topic options of all queues.")
     event_format: str = option(
         one_of(*EVENT_FORMATS),
         "plain",
-        "How publish_event writes events. They are read in every format, whatever it says.",
+        "Format in which publish_event writes events. Events are read in all formats, "
+        "regardless of this setting.",
     )
     prune_interval: timedelta | None = option(
         optional_duration,
         timedelta(hours=1),
-        "How often a worker deletes what is older than the RETENTION_ settings say, as kjo_prune "
-        "does. None: never.",
+        "How often a worker deletes rows that are older than the RETENTION_ settings, like "
+        "kjo_prune. None: never.",
     )
     retention_completed: timedelta = option(
         duration, timedelta(days=7), "Pruning: completed and cancelled jobs."
@@ -405,14 +403,12 @@ class Settings:
         duration, timedelta(days=30), "Pruning: failed jobs and closed dead letters."
     )
     retention_open_dead_letters: timedelta | None = option(
-        optional_duration,
-        None,
-        "Pruning: dead letters not replayed nor discarded; kept for ever if not given.",
+        optional_duration, None, "Pruning: open dead letters; by default kept for ever."
     )
     retention_processed_events: timedelta = option(
         duration,
         timedelta(days=30),
-        "Pruning: processed_events; longer than topics keep records.",
+        "Pruning: processed_events; must be longer than the retention of topics.",
     )
     retention_metrics: timedelta = option(
         duration, timedelta(days=30), "Pruning: metric buckets and dead workers."
@@ -420,13 +416,13 @@ class Settings:
     release: str = option(
         short_text,
         "",
-        "Version of the project's code, shown beside workers and errors; a change marks a deploy.",
+        "Version of the project's code, shown with workers and errors; a change marks a deploy.",
     )
     dead_letter_exception_headers: bool = option(
         flag,
         True,
-        "False: the headers of a record in a dead-letter topic name the exception's type only. Its "
-        "message and stack trace, which may quote what a payload holds, are in the table alone.",
+        "False: the headers of a record in a dead-letter topic name only the exception's "
+        "type. Its message and stack trace, which can quote a payload, are only in the table.",
     )
     redact: tuple[str, ...] = option(
         texts,
@@ -434,23 +430,23 @@ class Settings:
             *("password", "passwd", "pwd", "passphrase", "secret", "credential", "token", "cookie"),
             *("api_key", "private_key", "access_key", "auth", "session", "dsn"),
         ),
-        "Fields of payloads and results that nobody is shown: those whose name has one of these in "
-        "it, in any case and whatever `-` and `_` stand in either.",
+        "Fields of payloads and results that are never shown: those whose name contains one "
+        "of these texts. Case, `-` and `_` are ignored.",
     )
     schema_registry: dict[str, Any] = option(
         mapping,
         {},
-        "Of the client of a Confluent Schema Registry: its url and more, such as "
-        "basic.auth.user.info; never shown. For serializers of kjo_django.contrib.schema_registry.",
+        "Options of the client of a Confluent Schema Registry: url, basic.auth.user.info, …; "
+        "never shown. For serializers of kjo_django.contrib.schema_registry.",
         is_secret=True,
     )
     operations_queue: str = option(
-        text, "default", "Queue of the jobs that carry out large replays and changes of jobs."
+        text, "default", "Queue of the internal jobs for large replays and changes of jobs."
     )
     metrics_token: str | None = option(
         optional_text,
         None,
-        "What Prometheus sends as 'Authorization: Bearer …' to the metrics view; never shown.",
+        "Token that Prometheus sends as 'Authorization: Bearer …' to the metrics view; hidden.",
         is_secret=True,
     )
 

@@ -17,8 +17,8 @@ KjoError
 ├── MessageError                  a message that can never be handled (poison)
 ├── PublishError                  the transport did not accept a record
 ├── CoordinationError             the coordination backend cannot be reached
-│   └── CoordinationForgotError   it answers, and has lost its data
-├── PermanentError                raised by a handler: no retry, dead letter at once
+│   └── CoordinationForgotError   it answers, but has lost its data
+├── PermanentError                raised by a handler: no retry, a dead letter
 │   ├── TransactionEndedError     the handler has committed the transaction of its group
 │   └── MustBeKilled              of KDLQ: to the dead letters
 ├── Retry                         raised by a handler: try again, optionally after ``delay``
@@ -73,11 +73,12 @@ class JobQueueError(KjoError):
 
 
 class JobTimeoutError(JobQueueError, TimeoutError):
-    """A handler exceeded its timeout, or a waiter its patience; the job may still complete.
+    """A handler exceeded its timeout, or the time of a wait is over; the job may still complete.
 
     :param job_id: as the caller knows the job: its unique id where it has one.
     :param timeout: seconds.
-    :param attempts: those with a recorded outcome; of a handler, the one that was interrupted.
+    :param attempts: number of attempts with a recorded outcome; in a handler, the number of the
+        interrupted one.
     """
 
     code = "TIMEOUT"
@@ -99,10 +100,10 @@ class JobFailedError(JobQueueError):
 
     :param original_error: the text of its last error.
     :param job_id: as the caller knows the job: its unique id where it has one.
-    :param attempts: those that were made.
+    :param attempts: number of attempts that were made.
     :param error_type: import path of the error's class.
     :param error_code: the error's ``code``, if it had one.
-    :param error_details: what its ``to_dict()`` returned, or its ``details``.
+    :param error_details: the return value of its ``to_dict()``, or its ``details``.
     """
 
     code = "JOB_FAILED"
@@ -145,9 +146,9 @@ class JobCancelledError(JobQueueError):
 
 
 class JobExistsError(JobQueueError):
-    """An enqueue with ``on_conflict="raise"`` has met another job; nothing was written.
+    """An enqueue with ``on_conflict="raise"`` has found an existing job; nothing was written.
 
-    :param job_id: of the job that is there.
+    :param job_id: the id of the existing job.
     :param existing_state: queued, processing, failing, completed or failed.
     """
 
@@ -208,23 +209,24 @@ class CoordinationError(KjoError):
     """The coordination backend cannot be reached; correctness never depends on it."""
 
     may_have_effect = True
-    """Whether what was asked may have been done all the same."""
+    """Whether the operation may have been done in spite of the error."""
 
 
 class CoordinationForgotError(CoordinationError):
-    """The coordination backend answers, and has lost its data: nothing is limited by it until the
-    workers have told it again what they hold."""
+    """The coordination backend answers, but has lost its data: it cannot count limits until the
+    workers have reported their slots again."""
 
     may_have_effect = False
 
 
 class PermanentError(KjoError):
-    """Raise it in a handler when trying again cannot help: dead letter at once."""
+    """Raise it in a handler if another attempt cannot help: the job becomes a dead letter
+    immediately."""
 
 
 class TransactionEndedError(PermanentError):
-    """An atomic handler has ended the transaction in which its job is recorded, and with that has
-    committed what it had written. Another attempt would commit it once more."""
+    """An atomic handler has ended the transaction in which its job is recorded, and so has
+    committed its writes. Another attempt would commit them once more."""
 
 
 Delay = timedelta | float
@@ -234,8 +236,8 @@ Delay = timedelta | float
 class Retry(KjoError):
     """Raise it in a handler to ask for another attempt.
 
-    :param delay: time until the next attempt, a timedelta or seconds; without it the job's back-off
-        decides.
+    :param delay: time until the next attempt, a timedelta or seconds; by default the job's
+        back-off.
     """
 
     delay: timedelta | None = None
@@ -276,7 +278,7 @@ class KDLQLifecycleException(KDLQException):
 
 
 class PausableError(KjoError):
-    """An outage that other messages of the partition would meet too."""
+    """An outage that would also affect other messages of the partition."""
 
 
 class DatabaseConnectionError(PausableError):
@@ -290,8 +292,8 @@ class ServiceUnavailableError(PausableError):
 class RateLimitExceededError(PausableError):
     """A service the handler needs refuses more requests for now.
 
-    :param retry_after: how long it asked to wait: a timedelta, seconds, or the text of its
-        ``Retry-After`` header. The partition is paused for that time, an hour at most.
+    :param retry_after: the time to wait: a timedelta, seconds, or the text of a ``Retry-After``
+        header. The partition is paused for that time, an hour at most.
     """
 
     def __init__(

@@ -70,12 +70,13 @@ class Backoff:
 def exponential(
     base: timedelta | float, *, max: timedelta | float = 600, jitter: float = 0.2
 ) -> Backoff:
-    """Return the back-off that waits ``base`` before the second attempt and doubles each time.
+    """Return a back-off that waits ``base`` before the second attempt and doubles the delay each
+    time.
 
-    :param base: timedelta, or seconds.
-    :param max: the longest delay, timedelta or seconds.
-    :param jitter: the share of each delay, 0 to 1, that is drawn at random.
-    :raises ValueError: a value means nothing.
+    :param base: the first delay, a timedelta or seconds.
+    :param max: the longest delay, a timedelta or seconds.
+    :param jitter: the random part of each delay, from 0 to 1.
+    :raises ValueError: a value is not valid.
     """
     given = {"base": (base, _delay), "max": (max, _delay), "jitter": (jitter, number(0, 1))}
     for name, (value, check) in given.items():

@@ -184,8 +184,8 @@ class Step:
 
 
 class JobDefinition(Generic[P, R_co]):
-    """What ``@job`` makes of a function: call it to run the function here and now, ``enqueue`` it
-    to have a worker run it later.
+    """The job that ``@job`` makes from a function. A plain call runs the function immediately;
+    ``enqueue`` lets a worker run it later.
 
     For type checkers it has the function's arguments, without the context, and its result.
     """
@@ -200,7 +200,7 @@ class JobDefinition(Generic[P, R_co]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function directly, as if it were not a job. It is called with exactly these
-        arguments: a function with a context is given the context first. Nothing is stored.
+        arguments: pass the context first if the function takes one. Nothing is stored.
         """
         return self.handler.function(*args, **kwargs)
 
@@ -213,55 +213,58 @@ class JobDefinition(Generic[P, R_co]):
         return self.handler.name
 
     def using(self, **options: Unpack[UsingOptions]) -> JobDefinition[P, R_co]:
-        """Return a copy of the job with options for what is enqueued by this copy.
+        """Return a copy of the job, with options for the jobs that this copy enqueues.
 
-        An option that is not given is that of the copied job, so ``using(delay=60).using(key="a")``
-        sets both. One that is None is left to ``@job``, then to the queue and the settings.
+        Options that you do not give are those of the copied job, so
+        ``using(delay=60).using(key="a")`` sets both. For an option that is None, the value of
+        ``@job`` is used, then that of the queue and the settings.
 
         :param id: a unique id, text of 1 to 255 characters: there is one job for each queue and id.
-            An enqueue that finds one stores nothing and returns that job's handle, whose ``answer``
-            is ``"duplicate"`` or ``"completed"``; see ``on_conflict``. When that job was cancelled,
-            or its result is no longer kept, the id is free. Example: ``id="order-7"``.
-        :param key: jobs with this key run one at a time and in order, instead of by the key that
-            ``@job`` gives them. Text of at most 255 characters; an empty one: without order.
-            Example: ``key="customer-3"``.
-        :param delay: how long after the enqueue the job is due, a timedelta or seconds, at most ten
-            years. It may start later, when no lane is free. Not with ``run_at``.
-            Example: ``delay=300``.
+            If there is one already, an enqueue stores nothing and returns that job's handle, whose
+            ``answer`` is ``"duplicate"`` or ``"completed"``; see ``on_conflict``. When that job was
+            cancelled, or its result is no longer kept, the id can be used again. Example:
+            ``id="order-7"``.
+        :param key: jobs with this key run one at a time and in order; it replaces the key of
+            ``@job``. Text of at most 255 characters; an empty text means no order. Example:
+            ``key="customer-3"``.
+        :param delay: the time from the enqueue until the job is due, a timedelta or seconds, at
+            most ten years. The job starts later if no lane is free. Not with ``run_at``. Example:
+            ``delay=300``.
         :param run_at: the moment at which the job is due, an aware datetime. Not with ``delay``.
             Example: ``run_at=timezone.now() + timedelta(days=1)``.
         :param expires_at: the moment, an aware datetime, after which no attempt of the job is
-            started. One that has not been started by then is a dead letter with the reason
+            started. A job that has not started by then becomes a dead letter with the reason
             ``expired``. Example: ``expires_at=timezone.now() + timedelta(minutes=10)``.
-        :param max_attempts: executions, the first one included, before the job is a dead letter.
-            Example: ``max_attempts=1``.
+        :param max_attempts: number of executions, the first one included, before the job becomes a
+            dead letter. Example: ``max_attempts=1``.
         :param result_ttl: how long the result or error of the job is kept after its end, a
             timedelta or seconds. Example: ``result_ttl=timedelta(days=1)``.
-        :param queue: another queue than that of ``@job``. A handler uses it, or ``KJO["QUEUES"]``
-            declares it; else the enqueue is a ValueError. Example: ``queue="default"``.
+        :param queue: another queue than that of ``@job``. A handler must use it, or
+            ``KJO["QUEUES"]`` must declare it; otherwise the enqueue raises a ValueError. Example:
+            ``queue="default"``.
         :param priority: from -100 to 100, the highest first, instead of that of ``@job``.
             Example: ``priority=50``.
-        :param headers: text by name that goes with the job, outside its payload: the handler reads
-            it in ``context.headers``. A job that is enqueued by a handler gets the trace and the
-            ``correlation-id`` of the running one, unless they are given.
-            Example: ``headers={"correlation-id": "request-17"}``.
-        :param unique_for: of the enqueues with the same arguments, one in so long a time, a
-            timedelta or seconds, stores a job. Instead of that of ``@job``; not with ``id``.
+        :param headers: texts by name that are sent with the job, outside its payload; the handler
+            reads them in ``context.headers``. A job that a handler enqueues gets the trace and the
+            ``correlation-id`` of the running job, unless you give others. Example:
+            ``headers={"correlation-id": "request-17"}``.
+        :param unique_for: within this time, a timedelta or seconds, only the first of the enqueues
+            with the same arguments stores a job. Replaces that of ``@job``; not with ``id``.
             Example: ``unique_for=3600``.
         :param unique_by: the names of the arguments that ``unique_for`` and ``debounce`` compare;
-            an empty list: none, so there is one job. Example: ``unique_for=3600, unique_by=[]``.
-        :param debounce: of the enqueues with the same arguments the last one runs, once no other
-            has come for so long, a timedelta or seconds. Not with ``id``, ``delay`` and ``run_at``.
-            Example: ``debounce=30``.
-        :param debounce_max: a debounced job is due so long after the first enqueue at the latest,
+            with an empty list none is compared, so there is one job. Example:
+            ``unique_for=3600, unique_by=[]``.
+        :param debounce: of the enqueues with the same arguments only the last one runs, after no
+            further one has come for this time, a timedelta or seconds. Not with ``id``, ``delay``
+            and ``run_at``. Example: ``debounce=30``.
+        :param debounce_max: a debounced job is due at the latest this time after the first enqueue,
             a timedelta or seconds. Example: ``debounce=30, debounce_max=300``.
-        :param on_conflict: what an enqueue does that finds a job of its id or its time window:
-            ``"keep"`` that job, which is the default; ``"replace"`` it if it is not running and has
-            not ended; or ``"raise"`` ``JobExistsError``.
-            Example: ``id="order-7", on_conflict="replace"``.
+        :param on_conflict: what to do if there is already a job with the id or within the window:
+            ``"keep"`` that job (the default); ``"replace"`` it if it is not running and has not
+            ended; or ``"raise"`` ``JobExistsError``. Example:
+            ``id="order-7", on_conflict="replace"``.
         :raises TypeError: there is no such option.
-        :raises ValueError: a value is not one that the option takes, or two options exclude each
-            other.
+        :raises ValueError: a value is not valid, or two options exclude each other.
         """
         refuse_unknown(options, UsingOptions.__annotations__, "using")
         given: dict[str, Any] = {**options}  # durations, which the options keep as timedeltas
@@ -271,12 +274,14 @@ class JobDefinition(Generic[P, R_co]):
         """Store a job that will call the function with this payload, given by keyword, and return a
         handle to follow it.
 
-        Joins the caller's transaction: rolled back with it, never run before it commits. For a
-        queue with a database of its own, that is the transaction open on that database.
+        The job is part of the caller's transaction: it is rolled back with it and never runs before
+        its commit. For a queue with its own database, this is the transaction that is open on that
+        database.
 
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
-        :raises JobExistsError: ``on_conflict="raise"`` and there is such a job. Nothing is written.
+        :raises JobExistsError: with ``on_conflict="raise"``, if there is such a job. Nothing is
+            written.
         :raises ValueError: the queue is not declared, or the key is too long.
         """
         if arguments:
@@ -295,15 +300,16 @@ class JobDefinition(Generic[P, R_co]):
             raise coroutine_error("enqueue", self.handler.example_of("aenqueue")) from None
 
     def step(self, /, **payload: Any) -> Step:
-        """Return a step for a chain, a group or a workflow. It is checked when that is enqueued.
+        """Return a step for a chain, a group or a workflow. The step is checked when the workflow
+        is enqueued.
 
-        :param payload: the arguments by keyword. A step of a chain may leave out the one that is
-            given the result of the step before.
+        :param payload: the arguments by keyword. A step of a chain can omit the argument that gets
+            the result of the step before.
         """
         return Step(self, payload)
 
     async def aenqueue(self, /, *arguments: P.args, **payload: P.kwargs) -> JobHandle[R_co]:
-        """``enqueue`` from asynchronous code; raises what it raises."""
+        """``enqueue`` from asynchronous code; raises the same errors."""
         return await from_coroutine(self.enqueue)(*arguments, **payload)
 
     @awaited_as("sync_to_async(job.enqueue_many)(payloads)")
@@ -317,9 +323,9 @@ class JobDefinition(Generic[P, R_co]):
         :param ids: a unique id for each payload; each handle's ``is_new`` says whether its job was
             stored.
         :raises ValueError: there is not one id for each payload. Nothing is written.
-        :raises TypeError: the function does not take the arguments of one of them.
-        :raises PayloadError: one cannot be serialized or is too large. A note on the exception says
-            which. Nothing is written.
+        :raises TypeError: the function does not take the arguments of a payload.
+        :raises PayloadError: a payload cannot be serialized or is too large. A note on the
+            exception says which. Nothing is written.
         :raises ValueError: there are more payloads than ids, or fewer.
         """
         wanted: Iterable[tuple[Mapping[str, Any], str | None]]
@@ -594,95 +600,95 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     Durations are timedeltas or numbers of seconds.
 
     :param name: the registered name, ``<app label>.<function>`` if not given; at most 100
-        characters. It is stored with every job: give it before you rename a function that has open
-        jobs, so that they still find it. Example: ``name="shop.remind"``.
-    :param queue: the queue its jobs go to. Give slow jobs another queue than those that somebody
-        waits for: a worker can serve some queues only. Example: ``queue="mails"``.
-    :param key: the name of an argument, or a function of the arguments, whose value orders jobs:
-        those with one key run one at a time, in the order in which they were enqueued. Jobs without
-        a key have no order. Example: ``key="order_id"``.
-    :param priority: from -100 to 100; of the jobs that wait, those with the highest run first. On
-        Kafka and Redis Streams it matters only where the queue has several ``priorities``. A job
-        with a key has the priority of its level. Example: ``priority=50``.
-    :param max_attempts: executions, the first one included, before a job is a dead letter; that of
-        the queue if not given, else ``KJO["MAX_ATTEMPTS"]``. A job that must not run again after an
-        error has 1. Example: ``max_attempts=3``.
-    :param timeout: the longest run of an attempt, a timedelta or seconds; past it the attempt has
-        failed, and the next one follows. That of the queue if not given, else ``KJO["TIMEOUT"]``.
+        characters. It is stored with every job: give the old name before you rename a function that
+        has open jobs. Example: ``name="shop.remind"``.
+    :param queue: the queue of its jobs. Put slow jobs into another queue than urgent ones: a worker
+        can serve a part of the queues. Example: ``queue="mails"``.
+    :param key: the name of an argument, or a function of the arguments. Jobs with the same value
+        run one at a time, in the order in which they were enqueued. Jobs without a key have no
+        order. Example: ``key="order_id"``.
+    :param priority: from -100 to 100; waiting jobs with the highest priority run first. On Kafka
+        and Redis Streams it has an effect only if the queue has several ``priorities``. A job with
+        a key has the priority of its level. Example: ``priority=50``.
+    :param max_attempts: number of executions, the first one included, before a job becomes a dead
+        letter; by default that of the queue, else ``KJO["MAX_ATTEMPTS"]``. Use 1 for a job that
+        must not run again after an error. Example: ``max_attempts=3``.
+    :param timeout: the maximum run time of an attempt, a timedelta or seconds; after it the attempt
+        has failed, and the next one follows. By default that of the queue, else ``KJO["TIMEOUT"]``.
         Example: ``timeout=60``.
     :param backoff: the delay before the next attempt: ``exponential(2, max=600)``, a delay, an
         ascending list of delays whose last one repeats, or a function of the failed attempt's
-        number and its error. Delays are timedeltas or seconds. If not given, it doubles from
+        number and its error. Delays are timedeltas or seconds. By default it doubles from
         ``KJO["BACKOFF_BASE"]`` to ``KJO["BACKOFF_MAX"]``. Example: ``backoff=[1, 10, 60]``.
-    :param retry_on: the only exceptions after which there is another attempt, beside ``Retry`` and
-        those that pause; after others the job is a dead letter at once. All if not given.
-        Example: ``retry_on=(ConnectionError, TimeoutError)``.
-    :param give_up_on: the exceptions after which the job is a dead letter at once: those that
-        another attempt cannot change, such as that of a wrong input. It wins over ``retry_on``.
-        Example: ``give_up_on=ValueError``.
+    :param retry_on: the exceptions after which there is another attempt, in addition to ``Retry``
+        and those that pause; after others the job becomes a dead letter immediately. By default all
+        exceptions. Example: ``retry_on=(ConnectionError, TimeoutError)``.
+    :param give_up_on: the exceptions after which the job becomes a dead letter immediately. Use it
+        for errors that another attempt cannot resolve, such as wrong input. It has precedence over
+        ``retry_on``. Example: ``give_up_on=ValueError``.
     :param result_ttl: how long a job's result or error is kept after its end, a timedelta or
-        seconds; that of the queue if not given, else ``KJO["RESULT_TTL"]``. It also says how long
-        an ``id`` that has completed is answered with its result.
-        Example: ``result_ttl=timedelta(days=1)``.
+        seconds; by default that of the queue, else ``KJO["RESULT_TTL"]``. During this time, an
+        enqueue with the ``id`` of a completed job returns its result. Example:
+        ``result_ttl=timedelta(days=1)``.
     :param atomic: True: the handler runs in the one transaction that also records the outcome, so
         its writes to the database happen once. False: it runs outside any transaction, under a
-        renewed lease, and what it has done is repeated if the worker dies before the outcome is
+        renewed lease, and its effects are repeated if the worker dies before the outcome is
         recorded. Use False for slow calls to other systems, with ``context.idempotency_key``, and
-        where others are to see its writes before it ends.
-        Example: ``atomic=False``.
-    :param database_only: True promises that the handler has no effect but in the job's database: no
-        mail, no call, no file, no cache. Its jobs then share a transaction without savepoints
-        between them; when one fails, all of its group are undone and run again with savepoints, in
-        the same attempt. It makes quick handlers cheaper. Example: ``database_only=True``.
-    :param takes_context: pass a ``JobContext`` as the first argument, which is not an argument of
-        ``enqueue``: for the idempotency key, the number of the attempt, progress, a request to end
-        early, and the other steps of a workflow. Example: ``takes_context=True``.
-    :param batch: the most jobs that one call takes: the function gets a list of ``BatchItem``
-        instead of arguments, and returns None or a list of one result for each. It is called with
-        the jobs that are there: nothing waits for a batch to be full. Not with ``takes_context``.
+        if others must see its writes before it ends. Example: ``atomic=False``.
+    :param database_only: True promises that the handler has effects only in the job's database: no
+        mail, no call, no file, no cache. Then its jobs share a transaction without savepoints; if
+        one fails, all jobs of its group are undone and run again with savepoints, in the same
+        attempt. It makes quick handlers cheaper. Example: ``database_only=True``.
+    :param takes_context: pass a ``JobContext`` as the first argument; it is not an argument of
+        ``enqueue``. It has the idempotency key, the number of the attempt, progress, requests to
+        end early, and the other steps of a workflow. Example: ``takes_context=True``.
+    :param batch: the maximum number of jobs in one call: the function gets a list of ``BatchItem``
+        instead of arguments, and returns None or a list with one result for each. It is called with
+        the jobs that are ready, and does not wait for a full batch. Not with ``takes_context``.
         Example: ``batch=100``.
-    :param serializer: makes bytes of payloads and results, an object with ``content_type``,
-        ``dumps()`` and ``loads()``. It matters where arguments or results are no JSON, and where
-        programs in other languages read them. Example: ``serializer=JSON``.
-    :param rate: how many of its jobs all workers together start in a time: ``"5/s"``, ``"100/m"``,
-        ``"10/30s"``. A job beyond that waits; it takes no lane and spends no attempt. Retries are
-        starts, too. Use it for a service that takes so many calls. Example: ``rate="100/m"``.
-    :param burst: how many may start at once when none has started for long; with ``rate``. In its
-        time at most ``rate + burst - 1`` start. Example: ``rate="10/s", burst=20``.
-    :param rate_key: the name of an argument, or a function of the arguments: each value has a rate
-        of its own. With ``rate``. Example: ``rate="5/s", rate_key="order_id"``.
-    :param concurrency: how many of its jobs run at once in all workers together. Others wait, and
-        take no lane. Use it for what has room for so many, such as memory or licences.
+    :param serializer: the object that converts payloads and results to bytes, with
+        ``content_type``, ``dumps()`` and ``loads()``. Use it for arguments or results that are not
+        JSON, or for a format that other programs read. Example: ``serializer=JSON``.
+    :param rate: how many of its jobs all workers together start per period: ``"5/s"``, ``"100/m"``,
+        ``"10/30s"``. Further jobs wait; they occupy no lane and spend no attempt. Retries are
+        starts, too. Use it for a service that limits the number of calls. Example:
+        ``rate="100/m"``.
+    :param burst: how many jobs can start together if none has started for some time; with ``rate``.
+        In its period at most ``rate + burst - 1`` start. Example: ``rate="10/s", burst=20``.
+    :param rate_key: the name of an argument, or a function of the arguments: each value has a
+        separate rate. With ``rate``. Example: ``rate="5/s", rate_key="order_id"``.
+    :param concurrency: how many of its jobs run at the same time in all workers together. Others
+        wait, and occupy no lane. Use it for a limited resource, such as memory or licences.
         Example: ``concurrency=3``.
-    :param concurrency_key: the name of an argument, or a function of the arguments: the jobs with
-        each value are counted for themselves. With ``concurrency``.
-        Example: ``concurrency=1, concurrency_key="order_id"``.
-    :param redact: the fields of payloads and results that no screen shows, beside those of
-        ``KJO["REDACT"]``: those whose name contains one of these, in any case. They are stored and
-        sent unchanged. Example: ``redact=["iban", "birthday"]``.
+    :param concurrency_key: the name of an argument, or a function of the arguments: the jobs of
+        each value are counted separately. With ``concurrency``. Example:
+        ``concurrency=1, concurrency_key="order_id"``.
+    :param redact: fields of payloads and results that no screen shows, in addition to those of
+        ``KJO["REDACT"]``: those whose name contains one of these texts, in upper or lower case.
+        They are stored and sent unchanged. Example: ``redact=["iban", "birthday"]``.
     :param schedule: enqueue the job periodically: a cron expression, a timedelta, or a dict of
         options as in ``KJO["SCHEDULES"]``. The schedule has the job's name.
         Example: ``schedule="0 3 * * *"``.
-    :param timezone: the zone of the cron expression; Django's ``TIME_ZONE`` if not given. With
+    :param timezone: the time zone of the cron expression, by default Django's ``TIME_ZONE``. With
         ``schedule``. Example: ``schedule="0 3 * * *", timezone="Europe/Berlin"``.
-    :param unique_for: of the enqueues with the same arguments, one in so long a time, a timedelta
-        or seconds, stores a job; the handles of the others lead to it. The time begins when that
-        job is stored. Use it for a double click, or a webhook that is sent twice.
+    :param unique_for: within this time, a timedelta or seconds, only the first of the enqueues with
+        the same arguments stores a job; the handles of the others are those of this job. The time
+        begins when the job is stored. Use it for a double click, or a webhook that is sent twice.
         Example: ``unique_for=3600``.
-    :param unique_by: the names of the arguments that ``unique_for`` and ``debounce`` compare: all
-        if not given, none if empty. Example: ``unique_for=3600, unique_by=["order_id"]``.
-    :param debounce: of the enqueues with the same arguments the last one runs, once no other has
-        come for so long, a timedelta or seconds. Use it for a row that is saved again and
-        again. Not with ``unique_for``. Example: ``debounce=30``.
-    :param debounce_max: a debounced job is due so long after the first enqueue at the latest, a
-        timedelta or seconds. Without it, enqueues that never pause put the job off for ever.
-        Example: ``debounce=30, debounce_max=300``.
-    :param on_conflict: what an enqueue does that finds a job of its ``unique_for``: ``"keep"`` that
-        job, which is the default; ``"replace"`` it if it is not running and has not ended; or
-        ``"raise"`` ``JobExistsError``. Example: ``unique_for=3600, on_conflict="raise"``.
+    :param unique_by: the names of the arguments that ``unique_for`` and ``debounce`` compare: by
+        default all; none for an empty list. Example: ``unique_for=3600, unique_by=["order_id"]``.
+    :param debounce: of the enqueues with the same arguments only the last one runs, after no
+        further one has come for this time, a timedelta or seconds. Use it for a row that is saved
+        many times. Not with ``unique_for``. Example: ``debounce=30``.
+    :param debounce_max: a debounced job is due at the latest this time after the first enqueue, a
+        timedelta or seconds. Without it, enqueues without a pause delay the job for ever. Example:
+        ``debounce=30, debounce_max=300``.
+    :param on_conflict: what to do if there is already a job within ``unique_for``: ``"keep"`` that
+        job (the default); ``"replace"`` it if it is not running and has not ended; or ``"raise"``
+        ``JobExistsError``. Example: ``unique_for=3600, on_conflict="raise"``.
     :raises TypeError: there is no such option.
-    :raises ValueError: the value of one means nothing, or two options exclude each other.
-    :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
+    :raises ValueError: a value is not valid, or two options exclude each other.
+    :raises ImproperlyConfigured: the function does not fit the options, or the name is taken.
     """
     refuse_unknown(options, {"name", *_CHECKS}, "job")
     _check_options(options)
@@ -787,26 +793,27 @@ def enqueue_on_save(
     condition: Callable[[M], bool] | None = None,
     id: Callable[[M], str] | None = None,
 ) -> None:
-    """Enqueue ``job`` whenever an instance of ``model`` is saved. Call it once, where the app is
+    """Enqueue ``job`` whenever an instance of ``model`` is saved. Call it once, when the app is
     loaded: in ``jobs.py``.
 
     Django sends ``post_save`` after an autocommitted save has been committed; a crash in between
-    would lose the job. So the model's saves are given a transaction of their own here: the row and
-    its job are committed together or not at all. ``bulk_create`` and ``QuerySet.update`` send no
-    signals, hence enqueue nothing.
+    would lose the job. So each save of the model gets a transaction here: the row and its job are
+    committed together or not at all. ``bulk_create`` and ``QuerySet.update`` send no signals, so
+    they enqueue nothing.
 
-    An instance of a proxy of the model is one of the model. Models that inherit its fields have
-    rows of their own: they enqueue nothing, unless they are hooked as well.
+    An instance of a proxy of the model counts as an instance of the model. Models that inherit its
+    fields have their own rows: they enqueue nothing, unless you call this function for them as
+    well.
 
     A save in another database than that of the job's queue raises ``ImproperlyConfigured`` and is
-    rolled back: the two could not be committed together.
+    rolled back, because the row and the job could not be committed together.
 
-    :param model: the model; one that is abstract has no rows, so hook those that inherit from it.
+    :param model: the model. An abstract model has no rows, so give the models that inherit from it.
     :param job: the job, with the options that ``using()`` has given it.
-    :param payload: makes the handler's keyword arguments from the instance.
+    :param payload: function that makes the handler's keyword arguments from the instance.
     :param created: True for new rows only, False for changed rows only, None for both.
-    :param condition: says whether this instance is enqueued; all if not given.
-    :param id: makes the job's unique id from the instance.
+    :param condition: function that says whether to enqueue for this instance; by default for all.
+    :param id: function that makes the job's unique id from the instance.
     """
     if id is not None:
         job.using(id="checked here, not at the first save")

@@ -39,18 +39,18 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """What one look at a job has found."""
+    """The state of a job at one moment, from one read."""
 
     id: str
     """The job's id."""
     status: JobStatus
-    """The state that people are shown."""
+    """The state that people see."""
     created_at: datetime
     """When it was enqueued."""
     available_at: datetime | None
-    """When it is due; None: when its limit lets it start."""
+    """When it is due; None: when its limit permits the start."""
     finished_at: datetime | None = None
-    """When it ended; None: it has not."""
+    """When it ended; None: it is still open."""
     progress: Progress | None = None
     """The latest report of an open job."""
     result: Any = NO_RESULT
@@ -58,7 +58,8 @@ class JobSnapshot:
     error: str = ""
     """The text of the latest error of an open or failed job."""
     waits_for: str = ""
-    """The limit for which it is in line, as ``rate 5/s of job:shop.call_partner``; else empty."""
+    """The limit that it waits for, such as ``rate 5/s of job:shop.call_partner``; otherwise
+    empty."""
 
     @property
     def is_final(self) -> bool:
@@ -150,33 +151,34 @@ def _snapshot(
 
 @dataclass(slots=True, eq=False, repr=False)
 class JobHandle(Generic[R_co]):
-    """The answer to an enqueue, and a way to follow the job. A job that was there already is an
-    answer, too, and an error only with ``on_conflict="raise"``.
+    """The answer to an enqueue, with which you can follow the job. If the job existed already, the
+    enqueue returns its handle; only with ``on_conflict="raise"`` this is an error.
 
-    ``JobHandle.of(id)`` makes one again from the job's id. A handle is pickled as this id. What is
-    asked of it is read anew each time. For type checkers, its result has the type that the handler
-    is annotated to return; it is what the serializer has made of that.
+    ``JobHandle.of(id)`` makes a handle from the job's id. A handle is pickled as this id. Each
+    attribute is read from the database each time. For type checkers, the result has the annotated
+    return type of the handler; the value is the result after serialization.
     """
 
     job_id: uuid.UUID
     """The job's id."""
     answer: Literal["queued", "replaced", "duplicate", "completed"] | None = None
-    """What the enqueue did: the job is queued; it has replaced one that waited; another has its
-    unique id; that one has completed. None for a handle that was made again."""
+    """What the enqueue did: ``queued``, the job is new; ``replaced``, a waiting job got the new
+    payload; ``duplicate``, there is such a job already; ``completed``, that job has completed. None
+    for a handle made by ``of``."""
     existing_state: str | None = None
-    """Of a duplicate: queued, processing, failing, completed or failed. Of a replaced one: what it
-    was."""
+    """The state of a duplicate (queued, processing, failing, completed or failed), or the state of
+    a replaced job before."""
     cached_result: Any = NO_RESULT
-    """Of one that had completed: the result that the enqueue has found."""
+    """The result that the enqueue has found, if the job had completed."""
     database: str | None = None
-    """The alias of the job's database. None for a handle that was made again: all are asked."""
+    """The alias of the job's database. None for a handle made by ``of``: all are searched."""
 
     @classmethod
     def of(cls, id: uuid.UUID | str) -> JobHandle[Any]:
         """Return the handle of the job with this id, whether there is such a job or not.
 
         :param id: the job's id, also as text.
-        :raises ValueError: it is no UUID.
+        :raises ValueError: the id is not a UUID.
         """
         try:
             return cls(id if isinstance(id, uuid.UUID) else uuid.UUID(id))
@@ -190,31 +192,31 @@ class JobHandle(Generic[R_co]):
 
     @property
     def is_new(self) -> bool:
-        """Whether the enqueue that answered with this handle stored a job."""
+        """Whether the enqueue that returned this handle stored a job."""
         return self.answer == "queued"
 
     @look_awaited
     def snapshot(self) -> JobSnapshot | None:
-        """Return all that the handle knows by one look, or None if there is no such job: its
+        """Return all attributes of the job by one read, or None if there is no such job: its
         transaction was rolled back, or its row was pruned."""
         with use_database(self._database()):
             return _snapshots([self.job_id]).get(self.job_id)
 
     @property
     def status(self) -> JobStatus | None:
-        """The state that people are shown, or None if there is no such job."""
+        """The state that people see, or None if there is no such job."""
         found = self.snapshot()
         return None if found is None else found.status
 
     @property
     def progress(self) -> Progress | None:
-        """The latest report of an open job, or None if it has made none."""
+        """The latest report of an open job, or None if there is none."""
         found = self.snapshot()
         return None if found is None else found.progress
 
     @property
     def result(self) -> R_co | NoResult:
-        """The result of a completed job while it is kept, else ``NO_RESULT``."""
+        """The result of a completed job while it is kept, otherwise ``NO_RESULT``."""
         if self.cached_result is not NO_RESULT:
             return self.cached_result  # type: ignore[no-any-return]
         found = self.snapshot()
@@ -226,17 +228,18 @@ class JobHandle(Generic[R_co]):
 
         :param timeout: the longest wait, in seconds.
         :raises JobTimeoutError: the time is over; the job may still complete.
-        :raises JobFailedError: it failed for good.
-        :raises JobCancelledError: it was cancelled, or enqueued anew meanwhile.
+        :raises JobFailedError: the job failed for good.
+        :raises JobCancelledError: the job was cancelled, or enqueued again meanwhile.
         :raises JobNotFoundError: there is no such job, or its result or error is no longer kept.
-        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        :raises UncommittedJobError: called inside a transaction, and the job has not ended.
         """
         waiter = Waiter(timeout)
         with use_database(self._database()):
             return waiter.wait(self._awaited())  # type: ignore[no-any-return]
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> R_co:
-        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile.
+        """``wait`` from asynchronous code; it occupies no thread and no database session during the
+        wait.
 
         :param timeout: the longest wait, in seconds.
         """

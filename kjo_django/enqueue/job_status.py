@@ -110,12 +110,12 @@ def _limit_text(job: Job, limit: str, name: str, asked: LimitControl | None) -> 
 
 
 class Progress(NamedTuple):
-    """How far a job reports it has got."""
+    """The progress that a job has reported."""
 
     percent: float | None
-    """From 0 to 100; None where there is only a text."""
+    """From 0 to 100; None if there is only a text."""
     text: str
-    """What is being done; may be empty."""
+    """A description of the present work; can be empty."""
 
 
 def progress_name(job_id: str) -> str:

@@ -147,7 +147,7 @@ def _handler_of(task: str, jobs: Mapping[str, str]) -> registry.Handler:
 def _payload(handler: registry.Handler, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the payload of a job that a task's arguments make, those by place named."""
     if not isinstance(kwargs, Mapping) or not isinstance(args, (list, tuple)):
-        raise CannotTakeOver("Its arguments are no list and object.")
+        raise CannotTakeOver("Its arguments are not a list and an object.")
     if not args:
         return dict(kwargs)
     names = [
@@ -198,7 +198,7 @@ def _of_setting(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _task_of_setting(name: str, entry: Any) -> _Task:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("task"), str):
-        raise CannotTakeOver("It is no dict with a task.")
+        raise CannotTakeOver("It is not a dict with a task.")
     options = entry.get("options") or {}
     zone = getattr(django_settings, "CELERY_TIMEZONE", None) or "UTC"
     task = _Task(
@@ -405,7 +405,7 @@ def _when_of_row(
     else:
         raise CannotTakeOver("It has no interval, crontab or moment.")
     if kind == "solar":
-        raise CannotTakeOver(f"There are no schedules by the sun ({when['event']}).")
+        raise CannotTakeOver(f"kjo_django has no solar schedules ({when['event']}).")
     if kind == "clocked":
         return {"at": _aware(when["clocked_time"])}
     if row.get("one_off"):
@@ -426,4 +426,4 @@ def _json(text: str | None, otherwise: Any) -> Any:
     try:
         return json.loads(text) if text else otherwise
     except ValueError:
-        raise CannotTakeOver(f"Its arguments are no JSON: {text!r:.60}.") from None
+        raise CannotTakeOver(f"Its arguments are not JSON: {text!r:.60}.") from None

@@ -41,7 +41,7 @@ the same, or it waits until the failed step has completed."""
 
 
 class WorkflowStep:
-    """A step of a workflow that is being put together: what ``add`` returns."""
+    """A step of a workflow that is not stored yet, as returned by ``add``."""
 
     __slots__ = ("graph", "job", "number", "on_failure", "payload", "required", "source")
 
@@ -57,8 +57,8 @@ class WorkflowStep:
         self.payload: dict[str, Any] = step.payload
         """The arguments that the job is called with."""
         self.on_failure: str | None = on_failure
-        """What becomes of it when a step that it waits for fails for good; None: as the workflow
-        says."""
+        """What happens to it if a step that it waits for fails for good; None: the value of the
+        workflow."""
         self.required: set[int] = set()
         """The numbers of the steps that it waits for."""
         self.source: WorkflowStep | None = source
@@ -67,9 +67,9 @@ class WorkflowStep:
     def after(self, *steps: WorkflowStep) -> WorkflowStep:
         """Let this step wait for other steps of its workflow, too, and return it.
 
-        :param steps: what ``add`` has returned for these steps.
-        :raises TypeError: one is no step that ``add`` has returned.
-        :raises ValueError: that is another workflow's step, or the workflow is stored already.
+        :param steps: steps that ``add`` has returned.
+        :raises TypeError: one was not returned by ``add``.
+        :raises ValueError: a step belongs to another workflow, or the workflow is stored already.
         """
         self.graph.check_open()
         for step in steps:
@@ -381,7 +381,7 @@ class _Part:
     """Steps that can be enqueued as a workflow, or be put into a chain or a group."""
 
     def then(self, part: Step | _Part) -> Chain:
-        """Return a chain of this and of what runs once when all of this has ended.
+        """Return a chain that runs the given part once, after all of these steps have ended.
 
         :param part: ``job.step(…)``, a chain or a group.
         :raises TypeError: it is none of these.
@@ -398,15 +398,16 @@ class _Part:
     ) -> WorkflowHandle:
         """Store the steps as a workflow, in the caller's transaction, and return a handle.
 
-        :param name: what people see it as, text of 1 to 100 characters; the name of the first job
-            if not given.
+        :param name: the displayed name, text of 1 to 100 characters; by default the name of the
+            first job.
         :param id: unique id: one workflow per name and id; a second one is not stored, and the
-            handle leads to the first.
-        :param on_failure: what becomes of a step when one that it waits for fails for good:
+            handle is that of the first.
+        :param on_failure: what happens to a step if a step that it waits for fails for good:
             ``"cancel"``, ``"run"`` or ``"hold"``.
-        :param deadline: until when all must have ended, an aware datetime, or how long that may
-            take, a timedelta. Then what has not ended is cancelled, and the workflow has failed.
-        :raises ValueError: there are no steps, or an option means nothing.
+        :param deadline: the time by which all steps must have ended: an aware datetime, or a
+            timedelta from the enqueue. At the deadline steps that have not ended are cancelled, and
+            the workflow fails.
+        :raises ValueError: there are no steps, or an option is not valid.
         :raises TypeError: a step does not take its arguments; the message names it.
         :raises PayloadError: a payload cannot be serialized; the message names the step.
         """
@@ -443,11 +444,11 @@ class _Part:
 
 
 class Chain(_Part):
-    """Steps that run one after the other: what ``chain(…)`` returns."""
+    """Steps that run one after another, as returned by ``chain(…)``."""
 
     def __init__(self, parts: Sequence[Step | _Part]) -> None:
         self.parts: list[Step | _Part] = [_checked_part(part, "chain") for part in parts]
-        """What it is made of, in its order."""
+        """The parts, in their order."""
 
     def add_to(
         self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
@@ -459,7 +460,7 @@ class Chain(_Part):
 
 
 class Group(_Part):
-    """Steps that run at the same time: what ``group(…)`` returns."""
+    """Steps that run at the same time, as returned by ``group(…)``."""
 
     def __init__(self, parts: Iterable[Step | _Part]) -> None:
         self.parts: list[Step | _Part] = [_checked_part(part, "group") for part in parts]
@@ -497,23 +498,22 @@ def _checked_name(name: Any) -> str:
 
 
 def chain(*parts: Step | _Part) -> Chain:
-    """Return steps that run one after the other; each is given the result of the one before.
+    """Return steps that run one after another; each gets the result of the step before.
 
-    A step gets that result as the one argument that its function requires and its payload does not
-    give. A function that requires nothing more is not given it.
+    The result is passed as the one argument that the step's function requires and its payload does
+    not have. If no such argument is left, the result is not passed.
 
-    :param parts: ``job.step(…)``, other chains, and groups; what follows a group is given no
-        result.
-    :raises TypeError: one is none of these.
+    :param parts: ``job.step(…)``, other chains, and groups; a step after a group gets no result.
+    :raises TypeError: a part is none of these.
     """
     return Chain(parts)
 
 
 def group(*parts: Step | _Part | Iterable[Step | _Part]) -> Group:
-    """Return steps that run at the same time; see ``then`` for what runs once when all have ended.
+    """Return steps that run at the same time. To run a step when all have ended, see ``then``.
 
     :param parts: the members, or one iterable of them: ``job.step(…)``, chains, and other groups.
-    :raises TypeError: one is none of these.
+    :raises TypeError: a part is none of these.
     """
     if len(parts) == 1 and not isinstance(parts[0], Step | _Part):
         return Group(parts[0])
@@ -521,20 +521,20 @@ def group(*parts: Step | _Part | Iterable[Step | _Part]) -> Group:
 
 
 class Workflow:
-    """Steps that wait for one another, as any graph without circles.
+    """Steps that wait for one another, as any graph without cycles.
 
-    As a context manager it is stored where the block ends, in one transaction; not at all if the
-    block raises.
+    As a context manager it is stored at the end of the block, in one transaction; if the block
+    raises, nothing is stored.
 
-    :param name: what people see it as, text of 1 to 100 characters.
+    :param name: the displayed name, text of 1 to 100 characters.
     :param id: unique id: one workflow per name and id; a second one is not stored, and the handle
-        leads to the first.
-    :param on_failure: what becomes of a step that declares nothing else when one that it waits for
-        fails for good: ``"cancel"``, ``"run"`` or ``"hold"``.
-    :param deadline: until when all must have ended, an aware datetime, or how long that may take
-        from the enqueue on, a timedelta. Then what has not ended is cancelled, and the workflow has
-        failed.
-    :raises ValueError: one of these means nothing.
+        is that of the first.
+    :param on_failure: what happens to a step without its own ``on_failure`` if a step that it waits
+        for fails for good: ``"cancel"``, ``"run"`` or ``"hold"``.
+    :param deadline: the time by which all steps must have ended: an aware datetime, or a timedelta
+        from the enqueue. At the deadline steps that have not ended are cancelled, and the workflow
+        fails.
+    :raises ValueError: an argument is not valid.
     """
 
     def __init__(
@@ -546,12 +546,12 @@ class Workflow:
         deadline: timedelta | datetime | None = None,
     ) -> None:
         self.name: str = _checked_name(name)
-        """What people see it as."""
+        """The displayed name."""
         options = EnqueueOptions(id=id)  # checks it
         self.id: str | None = options.id
-        """Its unique id, if it has one; not that of ``handle``."""
+        """The unique id, or None; not the ``id`` of ``handle``."""
         self.on_failure: str = checked_on_failure(on_failure, name)
-        """What becomes of a step that declares nothing else."""
+        """What happens to steps without their own ``on_failure`` after a failure."""
         if isinstance(deadline, timedelta):
             is_valid = timedelta(0) < deadline <= timedelta(days=36500)
         else:
@@ -564,11 +564,11 @@ class Workflow:
                 f"not {deadline!r}"
             )
         self.deadline: timedelta | datetime | None = deadline
-        """Until when all must have ended, or how long that may take."""
+        """The time by which all steps must have ended, or the time that they may take."""
         self.graph: Graph = Graph()
         """Its steps; for this package's own use."""
         self.handle: WorkflowHandle | None = None
-        """To follow the workflow, once it is stored; None before."""
+        """The handle of the stored workflow; None before it is stored."""
 
     def add(
         self,
@@ -579,16 +579,16 @@ class Workflow:
         on_failure: FailurePolicy | None = None,
         **payload: Any,
     ) -> WorkflowStep:
-        """Add a step and return it, for others to wait for.
+        """Add a step and return it, so that other steps can wait for it.
 
-        :param job: the job, or ``job.step(…)``; ``using()`` may have set options of it, but no
-            ``id``, ``unique_for`` and ``debounce``.
-        :param after: the step or the steps it waits for; none: it starts at once.
-        :param on_failure: what becomes of this step when one that it waits for fails for good:
-            ``"cancel"``, ``"run"`` or ``"hold"``; None: as the workflow says.
+        :param job: the job, or ``job.step(…)``. ``using()`` can set its options, except ``id``,
+            ``unique_for`` and ``debounce``.
+        :param after: the step or the steps that it waits for; without any, it starts immediately.
+        :param on_failure: what happens to this step if a step that it waits for fails for good:
+            ``"cancel"``, ``"run"`` or ``"hold"``; None: the value of the workflow.
         :param payload: the arguments of the job.
-        :raises TypeError: the job is none, or a step to wait for was not returned by ``add``.
-        :raises ValueError: the workflow has been enqueued, or a step belongs to another one.
+        :raises TypeError: it is not a job, or a step to wait for was not returned by ``add``.
+        :raises ValueError: the workflow has been enqueued, or a step belongs to another workflow.
         """
         return self.graph.add(step_of(job, payload), after, on_failure)
 
@@ -596,8 +596,8 @@ class Workflow:
     def enqueue(self) -> WorkflowHandle:
         """Store the workflow and its steps in the caller's transaction, and return a handle.
 
-        :raises ValueError: there are no steps, some wait for one another in a circle, or it has
-            been enqueued already.
+        :raises ValueError: there are no steps, steps wait for one another in a cycle, or the
+            workflow has been enqueued already.
         :raises TypeError: a step does not take its arguments; the message names it.
         :raises PayloadError: a payload cannot be serialized; the message names the step.
         """
@@ -638,7 +638,7 @@ class Workflow:
         return self.handle
 
     async def aenqueue(self) -> WorkflowHandle:
-        """``enqueue`` from asynchronous code; raises what it raises."""
+        """``enqueue`` from asynchronous code; raises the same errors."""
         return await from_coroutine(self.enqueue)()
 
     def __enter__(self) -> Workflow:

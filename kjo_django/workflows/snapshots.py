@@ -24,35 +24,35 @@ class StepNumbers:
     """How many steps there are, and how many of them have ended in which way."""
 
     total: int
-    """How many steps there are, those added at run time among them."""
+    """Number of steps, including those added at run time."""
     open: int
-    """How many have not ended."""
+    """Number of steps that have not ended."""
     failed: int
-    """How many have failed for good."""
+    """Number of steps that have failed for good."""
     cancelled: int
-    """How many were cancelled."""
+    """Number of steps that were cancelled."""
 
     @property
     def completed(self) -> int:
-        """How many have completed."""
+        """Number of steps that have completed."""
         return self.total - self.open - self.failed - self.cancelled
 
     @property
     def percent(self) -> float:
-        """How many of a hundred have ended."""
+        """Percentage of steps that have ended, from 0 to 100."""
         return 100.0 * (self.total - self.open) / self.total if self.total else 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowSnapshot:
-    """What one look at a workflow has found."""
+    """The state of a workflow at one moment, from one read."""
 
     id: str
     """The workflow's id."""
     name: str
-    """What people see it as."""
+    """The displayed name."""
     unique_id: str | None
-    """The unique id that it was enqueued with, if one was."""
+    """The unique id with which it was enqueued, or None."""
     state: WorkflowState
     """``running``, ``held``, ``completed``, ``failed`` or ``cancelled``."""
     reason: str

@@ -114,7 +114,7 @@ def contexts(runtime: Runtime, steps: Collection[tuple[UUID, UUID]]) -> dict[UUI
 
 
 class StepOutcome(NamedTuple):
-    """How a step has ended, or where it is."""
+    """The outcome of a step, or its present state."""
 
     job_id: UUID
     """The id of the step's job."""
@@ -186,11 +186,11 @@ class WorkflowContext:
     @overload
     def results(self, step: str | None = None) -> Iterator[Any]: ...
     def results(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[Any]:
-        """Yield the results of completed steps, in the order they were added; few are in memory at
-        once.
+        """Yield the results of completed steps, in the order in which they were added; only a few
+        are in memory at a time.
 
-        :param step: a job, or its name: all steps of it in this workflow. None: the steps that this
-            one has waited for.
+        :param step: a job or its name, for all its steps in this workflow. None: the steps that
+            this step has waited for.
         :raises LookupError: the workflow has no such step.
         """
         columns = ("pk", "result", "content_type")
@@ -209,16 +209,16 @@ class WorkflowContext:
     ) -> AsyncIterator[Any]:
         """``results`` from asynchronous code.
 
-        :param step: as ``results`` takes it.
+        :param step: as in ``results``.
         """
         found, end = self.results(step), object()
         while (value := await from_coroutine(lambda: next(found, end))()) is not end:
             yield value
 
     def outcomes(self, step: JobDefinition[..., Any] | str | None = None) -> Iterator[StepOutcome]:
-        """Yield the state and the error of steps, in the order they were added.
+        """Yield the states and errors of steps, in the order in which they were added.
 
-        :param step: as ``results`` takes it.
+        :param step: as in ``results``.
         """
         for row in self._read(step, ("pk", "handler", "state", "error")):
             yield StepOutcome(*row)
@@ -226,7 +226,7 @@ class WorkflowContext:
     def failures(self, step: JobDefinition[..., Any] | str | None = None) -> list[StepOutcome]:
         """Return the steps that have failed for good or were cancelled.
 
-        :param step: as ``results`` takes it.
+        :param step: as in ``results``.
         """
         ended = [str(state) for state in FINAL if state != JobState.COMPLETED]
         columns = ("pk", "handler", "state", "error")
@@ -241,12 +241,14 @@ class WorkflowContext:
         on_failure: FailurePolicy | None = None,
         **payload: Any,
     ) -> WorkflowStep:
-        """Add a step to the workflow. It is stored with this step's completion, and not at all if
-        this attempt fails. What waits for this step then waits for the added ones, too.
+        """Add a step to the workflow. It is stored together with this step's completion; if this
+        attempt fails, it is not stored. Steps that wait for this step then wait for the added
+        steps, too.
 
         :param job: the job, or ``job.step(…)``.
-        :param after: steps added by this run; without any, it starts once this step has completed.
-        :param on_failure: as ``Workflow.add`` takes it.
+        :param after: steps that this run has added; without any, it starts when this step has
+            completed.
+        :param on_failure: as in ``Workflow.add``.
         :param payload: the arguments of the job.
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large.

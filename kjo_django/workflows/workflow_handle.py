@@ -31,26 +31,26 @@ RESULTS = 10_000
 
 @dataclass(slots=True, eq=False, repr=False)
 class WorkflowHandle:
-    """The answer to the enqueue of a workflow, and a way to follow it.
+    """The answer to the enqueue of a workflow, with which you can follow it.
 
-    ``WorkflowHandle.of(id)`` makes one again from the workflow's id. What is asked of it is read
-    anew each time.
+    ``WorkflowHandle.of(id)`` makes a handle from the workflow's id. Each attribute is read from the
+    database each time.
     """
 
     workflow_id: uuid.UUID
     """The workflow's id."""
     answer: Literal["queued", "duplicate"] | None = None
-    """What the enqueue did: the workflow is stored, or another has its name and unique id. None for
-    a handle that was made again."""
+    """What the enqueue did: ``queued``, the workflow is stored; ``duplicate``, there is one with
+    its name and unique id. None for a handle made by ``of``."""
     database: str | None = None
-    """The alias of its database. None for a handle that was made again: all are asked."""
+    """The alias of its database. None for a handle made by ``of``: all are searched."""
 
     @classmethod
     def of(cls, id: uuid.UUID | str) -> WorkflowHandle:
-        """Return the handle of the workflow with this id, whether there is such a one or not.
+        """Return the handle of the workflow with this id, whether there is such a workflow or not.
 
         :param id: the workflow's id, also as text.
-        :raises ValueError: it is no UUID.
+        :raises ValueError: the id is not a UUID.
         """
         try:
             return cls(id if isinstance(id, uuid.UUID) else uuid.UUID(id))
@@ -64,12 +64,13 @@ class WorkflowHandle:
 
     @property
     def is_new(self) -> bool:
-        """Whether the enqueue that answered with this handle stored a workflow."""
+        """Whether the enqueue that returned this handle stored a workflow."""
         return self.answer == "queued"
 
     @look_awaited
     def snapshot(self) -> WorkflowSnapshot | None:
-        """Return all that the handle knows by one look, or None if there is no such workflow."""
+        """Return all attributes of the workflow by one read, or None if there is no such
+        workflow."""
         with use_database(self._database()):
             return snapshot(self.workflow_id)
 
@@ -94,23 +95,23 @@ class WorkflowHandle:
     @property
     @look_awaited
     def result(self) -> Any:
-        """The result of the last step of a completed workflow, a list where several steps are the
-        last, or ``NO_RESULT``: it has not completed."""
+        """The result of the last step of a completed workflow, or a list if there are several last
+        steps; ``NO_RESULT`` if the workflow has not completed."""
         with use_database(self._database()):
             row = self._row("state")
             return NO_RESULT if row is None else self._result_of(row)
 
     @awaited_as("handle.await_()")
     def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Return the workflow's result as soon as it has completed. Who commits the end notifies
-        those who wait; where coordination cannot do that, the end is found by polling.
+        """Return the workflow's result as soon as it has completed. The process that commits the
+        end notifies waiting ones; if coordination cannot notify, the call polls.
 
         :param timeout: the longest wait, in seconds.
         :raises JobTimeoutError: the time is over; the workflow may still complete.
-        :raises JobFailedError: it failed.
-        :raises JobCancelledError: it was cancelled.
+        :raises JobFailedError: the workflow failed.
+        :raises JobCancelledError: the workflow was cancelled.
         :raises JobNotFoundError: there is no such workflow.
-        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        :raises UncommittedJobError: called inside a transaction, and the workflow has not ended.
         """
         waiter = Waiter(timeout, shared=workflow_channel(self.workflow_id))
         awaited = _AwaitedWorkflow(self.workflow_id, self.id, is_called=True)
@@ -122,7 +123,8 @@ class WorkflowHandle:
                 return waiter.wait(awaited)
 
     async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """``wait`` from asynchronous code; no thread and no database session is kept meanwhile.
+        """``wait`` from asynchronous code; it occupies no thread and no database session during the
+        wait.
 
         :param timeout: the longest wait, in seconds.
         """

@@ -247,8 +247,8 @@ def test_the_tables(tables, clock):
         **dict.fromkeys(["gone", "celery.backend_cleanup"], False),
     }
     said = remarks(answers)
-    assert "no schedules by the sun (sunset)" in said["sun"]
-    assert "no JSON" in said["garbage"]
+    assert "no solar schedules (sunset)" in said["sun"]
+    assert "not JSON" in said["garbage"]
     assert said["until"] == "routing_key is left out: 'x' priority is left out: 5"
     assert "'a- name'" in said["a: name"]
     # The interval goes on from its last run

@@ -220,7 +220,7 @@ def _known_queue(name: str) -> None:
     known = registry.queue_names()
     if name not in known:
         hint = did_you_mean(name, known, "Declare it in KJO['QUEUES'].")
-        raise InvalidTask(f"Queue {name!r} is consumed by no worker. {hint}")
+        raise InvalidTask(f"No worker consumes the queue {name!r}. {hint}")
 
 
 # --- The one handler that runs tasks: it imports the task its message names and calls it ----------

@@ -297,7 +297,7 @@ def find_task(path: str) -> Any:
     :raises ImportError: there is nothing; a worker with newer code may find it.
     """
     if "." not in path:
-        raise NotATask(f"{path!r:.200} is no path of a task")
+        raise NotATask(f"{path!r:.200} is not the path of a task")
     found = import_string(path)
     if not is_task(found):
         raise NotATask(f"{path!r:.200} is no task but {type(found).__name__}")

@@ -22,28 +22,30 @@ _TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
 @dataclass(slots=True)
 class JobContext:
-    """One run of a handler: the first argument of handlers that are declared with
-    ``takes_context=True``, and what middleware is passed."""
+    """One run of a handler: the first argument of handlers with ``takes_context=True``, and the
+    argument of middleware."""
 
     job_id: str
-    """The job's id, or the message's where no job was enqueued here."""
+    """The job's id; for a message that was not enqueued here, the message's id."""
     attempt: int
     """The number of this attempt, from 1."""
     max_attempts: int
-    """How many attempts the job has: after the last one a failure is its dead letter."""
+    """The number of attempts of the job: if the last one fails, the job becomes a dead letter."""
     idempotency_key: str
-    """Equal for all attempts of one job. Hand it to systems outside the database, so that a repeat
-    of an attempt that got that far has no second effect there."""
+    """A text that is equal for all attempts of one job. Pass it to systems outside the database, so
+    that a repeated attempt has no second effect there."""
     queue: str
     """The name of the job's queue."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """The headers that the job was enqueued with, and those of its message, by name."""
     created_at: datetime | None = None
-    """When it was enqueued; of a message nobody enqueued here, when it was published."""
+    """When the job was enqueued; for a message that was not enqueued here, when it was
+    published."""
     unique_id: str | None = None
     """The id given to ``using(id=…)``, if one was."""
     generation: int = 1
-    """1 at first; one more with each requeue, replacement or new enqueue under the job's id."""
+    """The generation, from 1: one more with each requeue, replacement or new enqueue of the job's
+    id."""
     result_ttl: int | None = None
     """Milliseconds its outcome is kept, where the run decided that it shall differ; for this
     package's own use."""
@@ -52,18 +54,18 @@ class JobContext:
     is_atomic: bool = True
     """Whether the handler runs in the transaction that records the outcome."""
     abort_reason: Abort | None = None
-    """Why the run is to end, once it was aborted: ``CANCELLED``, ``SHUTDOWN``, ``LOST`` or
-    ``TIMEOUT``."""
+    """Why the run was aborted: ``CANCELLED``, ``SHUTDOWN``, ``LOST`` or ``TIMEOUT``; None: it was
+    not."""
     delivery: Delivery | None = field(default=None, repr=False)
     """The message as the engine knows it; for this package's own use."""
     time_limit: float | None = None
-    """Seconds the attempt may take; None: no limit."""
+    """The timeout of the attempt in seconds; None: no limit."""
     payload: Any = None
-    """The decoded payload: the arguments the job was enqueued with."""
+    """The decoded payload: the arguments of the enqueue."""
     noted_progress: tuple[float | None, str] | None = None
     """The progress that was reported last and is not stored yet; for this package's own use."""
     workflow: WorkflowContext | None = None
-    """The workflow that the job is a step of, if it is one."""
+    """The workflow of which the job is a step; None if it is not a step."""
     worker: str = ""
     """A name that is kept with the completed job, where the run has given one; for this package's
     own use."""
@@ -83,7 +85,7 @@ class JobContext:
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What a log record says of the run: its ids, its place and its attempt, never the
+        """The fields of log records of the run: ids, topic and offset, attempt; never the
         payload."""
         return facts_of(self.delivery, self.attempt) if self.delivery is not None else {}
 
@@ -96,19 +98,19 @@ class JobContext:
 
     @property
     def scheduled_for(self) -> datetime | None:
-        """The tick of the schedule that the job was stored for; None for any other job."""
+        """The tick of the schedule for which the job was stored; None for other jobs."""
         headers = self.delivery.record.headers if self.delivery is not None else {}
         return names.moment(headers, names.SCHEDULED_FOR)
 
     @property
     def aborted(self) -> bool:
-        """Whether the handler should end soon: the job was cancelled, the worker stops, the time is
-        over, or another worker took the job over. A handler with a long loop should look at it."""
+        """Whether the handler should end soon: the job was cancelled, the worker stops, the timeout
+        is over, or another worker took over the job. A handler with a long loop should check it."""
         return self._is_aborted
 
     @property
     def cancel_event(self) -> threading.Event:
-        """An event that is set when the run is aborted. Where a handler would sleep, let it call
+        """An event that is set when the run is aborted. Instead of sleeping, let a handler call
         ``context.cancel_event.wait(seconds)``."""
         # Made for those who ask: a lock and a condition for every job cost more than its row.
         if self._event is None:
@@ -119,14 +121,15 @@ class JobContext:
 
     @property
     def correlation_id(self) -> str | None:
-        """What ties this job to the request it belongs to."""
+        """The id that links this job to the request that caused it."""
         return self.headers.get(names.CORRELATION_ID)
 
     def raise_if_aborted(self) -> None:
         """Raise ``JobCancelledError`` if the run was aborted. Call it in each round of a long loop.
 
-        Left to go on, it ends the run as the abort wants it: a cancelled job is cancelled; one that
-        was interrupted by a shutdown goes back to its queue with this attempt not spent.
+        If the handler does not catch the error, the run ends according to the abort: a cancelled
+        job is cancelled; a job that a shutdown interrupts goes back to its queue and spends no
+        attempt.
 
         :raises JobCancelledError: the run was aborted.
         """
@@ -144,13 +147,14 @@ class JobContext:
             self._event.set()
 
     def progress(self, percent: float | None = None, text: str = "") -> None:
-        """Say how far the run has got; costs nothing, so call it as often as you like.
+        """Report the progress of the run. It costs nearly nothing, so you can call it often.
 
         The worker stores the latest progress once a second, outside the handler's transaction, so
-        everybody sees it at once and a roll-back leaves it: ``JobHandle.progress`` reads it.
+        it is visible before the commit, and a rollback does not undo it. ``JobHandle.progress``
+        reads it.
 
-        :param percent: 0 to 100, or None where there is only a text.
-        :param text: what is being done; 150 characters are kept.
+        :param percent: 0 to 100, or None if there is only a text.
+        :param text: a description of the present work; 150 characters are kept.
         :raises ValueError: percent is not from 0 to 100.
         """
         if percent is not None:
@@ -164,29 +168,31 @@ class JobContext:
 
 @dataclass(slots=True)
 class BatchItem(JobContext):
-    """One job of a batch: its payload, what its run may know, and how it is to end."""
+    """One job of a batch: its payload, its context, and methods that set its outcome."""
 
     error: Exception | None = None
-    """The error that ``fail`` was called with, None if it was not."""
+    """The error that was passed to ``fail``, or None."""
 
     def fail(self, error: Exception) -> None:
-        """End this item as a handler of its own would by raising ``error``: a retry, or death.
+        """Let this item fail with ``error``, as if the handler of a single job had raised it: then
+        follows a retry or the dead letter.
 
-        The others of the batch are not touched, and neither is what the handler wrote so far: write
-        for an item inside ``atomic()`` where a failure is to undo that. The last call counts.
+        The other items of the batch are not affected, and the handler's writes so far are kept. To
+        undo the writes for a failed item, make them inside ``atomic()``. The last call counts.
 
-        :param error: an exception, as the handler of one job would raise it.
-        :raises TypeError: it is no exception.
+        :param error: an exception that the handler of a single job could raise.
+        :raises TypeError: the error is not an exception.
         """
         if not isinstance(error, Exception):
             raise TypeError(f"fail() takes an exception, not {type(error).__name__}")
         self.error = error
 
     def retry(self, reason: str = "retry requested", *, delay: Delay | None = None) -> None:
-        """Ask for another attempt of this item; ``fail`` with ``Retry``.
+        """Request another attempt of this item: ``fail`` with ``Retry``.
 
-        :param reason: the text of the error that is kept with this attempt.
-        :param delay: until then, a timedelta or seconds; the back-off's if not given.
+        :param reason: the error text that is stored with this attempt.
+        :param delay: the time until the next attempt, a timedelta or seconds; by default the
+            back-off.
         """
         self.fail(Retry(reason, delay=delay))
 

@@ -301,7 +301,7 @@ def kdlq_handler(
 
     def declare(processor: F) -> F:
         if inspect.iscoroutinefunction(processor):
-            raise ImproperlyConfigured(f"{id}: a KDLQ processor is no coroutine function")
+            raise ImproperlyConfigured(f"{id}: a KDLQ processor cannot be a coroutine function")
         _declare(id, topic, processor, config, from_dlq=from_dlq, options=queue_options)
         return processor
 
