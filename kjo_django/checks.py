@@ -271,7 +271,7 @@ def _warn_priorities(settings: Settings) -> Messages:
         if handler.options.priority and len(queue.levels) == 1 and not keeps_order:
             yield checks.Warning(
                 f"The job {handler.name!r} has priority={handler.options.priority}, and its queue "
-                f"{queue.name!r} has one level: it runs in the order of the topic, as all others.",
+                f"{queue.name!r} has one level: it runs in topic order, like all others.",
                 hint=f"KJO['QUEUES'][{queue.name!r}]['priorities'] = 2, 3 or 4 gives each level a "
                 "topic of its own.",
                 id="kjo.W018",

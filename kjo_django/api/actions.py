@@ -189,7 +189,7 @@ def _outcome(action: Action, report: Report, noun: str = "job") -> str:
     if result == "not_found":
         raise Http404
     if result == "forbidden":
-        raise PermissionDenied("An internal job takes the permission of what it does as well.")
+        raise PermissionDenied("An internal job also needs the permission of its action.")
     raise Conflict(REFUSALS.get(result, f"The {noun} has {result} already; its record stays."))
 
 

@@ -31,7 +31,7 @@ def from_coroutine(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, 
         if _is_inside_transaction():
             raise TransactionManagementError(
                 "This coroutine is run inside a transaction of its thread, as by asyncio.run() in "
-                "a handler: what it does in the database would be no part of that transaction. "
+                "a handler: its writes to the database would not be part of that transaction. "
                 "Run it by asgiref.sync.async_to_sync(function)(…), or call the synchronous method "
                 "outside the coroutine."
             )

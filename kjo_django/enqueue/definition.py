@@ -729,7 +729,7 @@ def _check_options(options: dict[str, Any]) -> None:
         if options.get(option) is not None and options.get(other) is None:
             raise ValueError(f"job({option}=…): {option} means nothing without {other}=…")
     if options.get("database_only") and not options.get("atomic", True):
-        raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
+        raise ValueError("job(database_only=True): atomic=False has no roll-back")
 
 
 def _read_schedule(options: dict[str, Any]) -> None:
@@ -737,7 +737,7 @@ def _read_schedule(options: dict[str, Any]) -> None:
     given, zone = options.pop("schedule", None), options.pop("timezone", None)
     if given is None:
         if zone is not None:
-            raise ValueError(f"job(timezone={zone!r}): it goes with schedule, which is not given")
+            raise ValueError(f"job(timezone={zone!r}): timezone needs schedule=…")
         return
     if zone is not None:
         given["timezone"] = zone

@@ -78,7 +78,7 @@ def start_bulk(
     """
     action = find(key)
     if not action.is_bulk:
-        raise ValueError(f"{key} is not done to many rows at once")
+        raise ValueError(f"{key} is not possible for many rows")
     wanted = DeadLetterFilter if action.subject == Subject.LETTERS else JobFilter
     if not isinstance(selection, wanted):
         raise ValueError(f"{key} needs a {wanted.__name__}")

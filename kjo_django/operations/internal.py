@@ -80,12 +80,12 @@ def actor_of(request: Request, permission: str) -> str:
     except (TypeError, ValueError):
         user = None  # the project has another model of users by now
     if user is None:
-        raise PermanentError(f"{request.actor}, who asked for this, is no longer a user")
+        raise PermanentError(f"{request.actor}, who started this, is no longer a user")
     if not user.is_active:
-        raise PermanentError(f"{request.actor}, who asked for this, is not active any more")
+        raise PermanentError(f"{request.actor}, who started this, is no longer active")
     if not user.has_perm(permission):
         raise PermanentError(
-            f"{request.actor}, who asked for this, lacks the permission {permission}"
+            f"{request.actor}, who started this, lacks the permission {permission}"
         )
     return UserActor(user)
 

@@ -211,7 +211,7 @@ def _check_database(step: WorkflowStep, queue: str, runtime: Runtime) -> None:
         raise ValueError(
             f"{step}: KJO['QUEUES'][{queue!r}]['database'] is not {runtime.database!r}, "
             "the database of this workflow. All steps of a workflow are in one database: "
-            "let one of them enqueue what is to be done in another."
+            "let a step enqueue a job for another database."
         )
 
 

@@ -590,7 +590,7 @@ def test_an_internal_job_runs_again_for_who_may_do_what_it_does(
     Job.objects.filter(pk=job.pk).update(state=state, available_at=later)
     # When, then
     answer = login("view_job", "retry_job").post(url(job, action), {}, format="json")
-    assert "the permission of what it does" in problem_of(answer, 403)["detail"]
+    assert "also needs the permission of its action" in problem_of(answer, 403)["detail"]
     entitled = login("view_job", "retry_job", "discard_dlq")
     assert entitled.post(url(job, action), {}, format="json").status_code == 200
     # And the log names who asked

@@ -44,7 +44,7 @@ def nested(levels):
         ({"schedule": {"evry": 5}}, "unknown key 'evry'. Did you mean 'every'?"),
         ({"schedule": {"every": 5, "job": "x"}}, "the job is the function itself"),
         ({"schedule": timedelta(minutes=5), "timezone": "UTC"}, "goes with cron"),
-        ({"timezone": "UTC"}, "goes with schedule"),
+        ({"timezone": "UTC"}, "timezone needs schedule"),
         ({"schedule": "@daily", "timezone": "Europe/Berln"}, "Did you mean 'Europe/Berlin'"),
     ],
 )

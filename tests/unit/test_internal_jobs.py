@@ -106,7 +106,10 @@ def test_what_a_program_asks_for_needs_no_user():
     ("change", "told"),
     [
         (lambda user: user.delete(), "is no longer a user"),
-        (lambda user: User.objects.filter(pk=user.pk).update(is_active=False), "is not active"),
+        (
+            lambda user: User.objects.filter(pk=user.pk).update(is_active=False),
+            "is no longer active",
+        ),
         (lambda user: user.user_permissions.clear(), "lacks the permission kjo_django.discard_dlq"),
     ],
     ids=["deleted", "deactivated", "withdrawn"],

@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_refused_by_the_checks_and_at_run_time(surrounded, 
     [
         (f"{PLACE}.missing", "cannot be imported"),
         ("nowhere.at.all", "cannot be imported"),
-        (f"{PLACE}.PLACE", "is no function"),
+        (f"{PLACE}.PLACE", "cannot be called"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_an_error_of_the_checks(settings, path, why):

@@ -118,7 +118,7 @@ def _of_args(value: cst.BaseExpression | None) -> Iterator[cst.Arg]:
     if value is None or is_name(value, "None"):
         return
     if not isinstance(value, (cst.Tuple, cst.List)):
-        why = f"args={code_of(value)} is no literal, so its arguments have no names"
+        why = f"args={code_of(value)} is not a literal, so its arguments have no names"
         raise CannotRewriteError(why, "name the arguments in enqueue(…)")
     for element in value.elements:
         is_starred = isinstance(element, cst.StarredElement)
@@ -132,7 +132,7 @@ def _of_kwargs(value: cst.BaseExpression | None) -> Iterator[cst.Arg]:
         yield from (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in value.args)
         return
     if not isinstance(value, cst.Dict) or not all(map(_is_named, value.elements)):
-        why = f"kwargs={code_of(value)} is no literal, so its names are not seen"
+        why = f"kwargs={code_of(value)} is not a literal, so its names are unknown"
         raise CannotRewriteError(why, "name the arguments in enqueue(…)")
     for element in value.elements:
         if isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):

@@ -142,7 +142,7 @@ class SettingsPlanner(Planner):
         assign = node.body[0]
         assert isinstance(assign, cst.Assign)
         if not isinstance(assign.value, cst.Dict) or not self._is_place:
-            why = "it is no literal, or not beside the other settings of Celery"
+            why = "it is not a literal, or not in the file of Celery's other settings"
             self.file.leave(node, "settings", name, why, "write KJO['SCHEDULES']")
             return
         is_whole = True
@@ -165,7 +165,7 @@ class SettingsPlanner(Planner):
         """Return the name and the options of one schedule, as source."""
         entry = element.value if isinstance(element, cst.DictElement) else None
         if not isinstance(entry, cst.Dict) or not isinstance(element, cst.DictElement):
-            raise CannotRewriteError("it is no literal", "write it into KJO['SCHEDULES']")
+            raise CannotRewriteError("it is not a literal", "write it into KJO['SCHEDULES']")
         given = _items(entry)
         task = given.pop("task", None)
         name = task.evaluated_value if isinstance(task, cst.SimpleString) else None
@@ -193,7 +193,7 @@ class SettingsPlanner(Planner):
             pairs = zip(names, values, strict=False)
             parts += [f'"{name}": {value}' for name, value in pairs]
         elif args is not None:
-            raise CannotRewriteError("its args are no literal", "name them in payload")
+            raise CannotRewriteError("its args are not a literal", "name them in payload")
         if isinstance(kwargs, cst.Dict):
             parts += [f'"{name}": {self._code(value)}' for name, value in _items(kwargs).items()]
         elif kwargs is not None:
@@ -204,7 +204,7 @@ class SettingsPlanner(Planner):
         if value is None:
             return
         if not isinstance(value, cst.Dict):
-            raise CannotRewriteError("its options are no literal", "see the page on schedules")
+            raise CannotRewriteError("its options are not a literal", "see the page on schedules")
         for name, each in _items(value).items():
             if name == "queue" and not isinstance(each, cst.SimpleString):
                 why = "its queue is no text, and KJO['QUEUES'] has to name it"
@@ -248,7 +248,7 @@ def _items(node: cst.Dict) -> dict[str, cst.BaseExpression]:
     for element in node.elements:
         key = element.key if isinstance(element, cst.DictElement) else None
         if not isinstance(key, cst.SimpleString) or not isinstance(key.evaluated_value, str):
-            raise CannotRewriteError("a key is no text", "write it into KJO['SCHEDULES']")
+            raise CannotRewriteError("a key is not text", "write it into KJO['SCHEDULES']")
         found[key.evaluated_value] = element.value
     return found
 
@@ -261,7 +261,7 @@ def _cron(call: cst.Call) -> str:
         name = arg.keyword.value if arg.keyword is not None else places[place]
         value = arg.value
         if name not in fields or not isinstance(value, (cst.Integer, cst.SimpleString)):
-            raise CannotRewriteError("its crontab is no literal", "write the cron expression")
+            raise CannotRewriteError("its crontab is not a literal", "write the cron expression")
         fields[name] = str(value.evaluated_value).replace(" ", "")
     days = {fields["day_of_month"][0], fields["day_of_week"][0]}
     if "*" not in days:

@@ -244,7 +244,7 @@ def _read_bind(task: Task, plan: JobPlan) -> None:
     if value is None or _is(value, False):
         return
     if not task.is_bound:
-        plan.reasons.append(Reason(value.lineno, "bind is no literal", "write bind=True or False"))
+        plan.reasons.append(Reason(value.lineno, "bind is not a literal", "write True or False"))
         return
     plan.options["bind"] = "takes_context", None
     if "context" in {name.id for name in ast.walk(task.node) if isinstance(name, ast.Name)} | {
@@ -271,7 +271,7 @@ def _read_rate(task: Task, plan: JobPlan) -> None:
         number = ast.unparse(value).strip("'\"")
         plan.options["rate_limit"] = "rate", f'"{number}/s"'
     else:
-        why = "rate_limit is no text such as '10/m'"
+        why = "rate_limit is not text such as '10/m'"
         plan.reasons.append(Reason(value.lineno, why, "give rate='10/m'"))
         return
     why = "rate_limit held for each worker, and rate holds for all workers together"

@@ -465,7 +465,7 @@ def import_middleware(paths: Sequence[str]) -> list[tuple[str, Middleware]]:
                 f"KJO['MIDDLEWARE'] names {path!r}, which cannot be imported: {error}"
             ) from error
         if not callable(middleware):
-            raise ImproperlyConfigured(f"KJO['MIDDLEWARE'] names {path!r}, which is no function.")
+            raise ImproperlyConfigured(f"KJO['MIDDLEWARE'] names {path!r}, which cannot be called.")
         found.append((path, middleware))
     return found
 
@@ -506,8 +506,8 @@ def _fit(
             )
         if not is_async and not getattr(middleware, "sync_capable", True):
             raise ImproperlyConfigured(
-                f"KJO['MIDDLEWARE'] names {path!r}, which is only asynchronous, and what it "
-                f"surrounds in the job {handler.name!r} is not."
+                f"KJO['MIDDLEWARE'] names {path!r}, which is only asynchronous, but it "
+                f"surrounds a synchronous function in the job {handler.name!r}."
             )
         is_async = is_async and is_capable
         fitted.append((path, middleware, is_async))

@@ -374,7 +374,7 @@ def _register(cls: type[AbstractConsumer], options: ConsumerOptions) -> ItemHand
     if isinstance(present, ItemRoute) and present.handler.name != handler.name:
         raise ImproperlyConfigured(
             f"{cls.__name__} and {present.handler.name} both read the queue {queue!r}; give one of "
-            "them a queue of its own name."
+            "them another queue."
         )
     registry.register(handler)
     declared = {
