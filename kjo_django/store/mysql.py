@@ -27,6 +27,10 @@ LOCK_TIMEOUT, LOCKS_FULL, DEADLOCK = 1205, 1206, 1213
 """Errors of a session. After the last two the server has undone its transaction: for want of memory
 for its locks, and to end a deadlock."""
 
+_READ_WINDOWS = """
+SELECT UTC_TIMESTAMP(6), name, starts FROM kjo_rate_window WHERE name IN ({names})
+"""
+
 
 class MySqlStore(Store):
     """InnoDB, with transactions that read what is committed, as Django asks for.
@@ -114,11 +118,7 @@ class MySqlStore(Store):
         """Read both in one query, unless no rate has any starts."""
         places = ", ".join(["%s"] * len(names))
         with connections[self.alias].cursor() as cursor:
-            cursor.execute(
-                "SELECT UTC_TIMESTAMP(6), name, starts FROM kjo_rate_window "
-                f"WHERE name IN ({places})",  # noqa: S608 - places
-                list(names),
-            )
+            cursor.execute(_READ_WINDOWS.format(names=places), list(names))
             rows = cursor.fetchall()
         if not rows:
             return self.server_time(), {}
