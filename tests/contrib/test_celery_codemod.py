@@ -1053,6 +1053,7 @@ def test_all_that_is_rewritten_exits_with_zero(project: Project, capsys: Any) ->
         ("idna", b"# coding: idna\nx = 1..2\nimport a..b\n", ""),
         ("deep", b"x = " + b"(" * 5000 + b")" * 5000, ""),
         ("nots", b"x = " + b"not " * 100_000 + b"1\n", ""),
+        ("adds", b"import celery\nx = a" + b" + b" * 9_900 + b"\n", "nested too deeply"),
         ("dots", b"import celery\nx = a" + b".b" * 100_000 + b".delay()\n", ""),
         ("long", b"#" * 2_000_001, "2,000,000 bytes"),
     ],

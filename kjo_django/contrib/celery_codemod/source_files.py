@@ -14,6 +14,9 @@ from pathlib import Path
 
 LARGEST = 2_000_000
 """Bytes of a file that is read; what is longer was made by a program."""
+DEEPEST = 2_000
+"""Levels of a file that is read. libcst ends the process somewhere beyond 5,000, of which newer
+Pythons read many more."""
 SKIPPED = frozenset(
     {"__pycache__", "build", "dist", "env", "migrations", "node_modules", "site-packages", "venv"}
 )
@@ -118,13 +121,25 @@ def parsed(text: str) -> ast.Module:
     :raises SyntaxError: it is not Python.
     """
     try:
-        return ast.parse(text)
+        tree = ast.parse(text)
     except (RecursionError, MemoryError):
         raise UnreadableFileError("it is nested too deeply") from None
     except SyntaxError:
         raise
     except ValueError as error:  # null bytes
         raise UnreadableFileError(str(error)) from None
+    if _is_deeper(tree, DEEPEST):
+        raise UnreadableFileError("it is nested too deeply")
+    return tree
+
+
+def _is_deeper(tree: ast.AST, levels: int) -> bool:
+    nodes = [tree]
+    for _ in range(levels):
+        nodes = [child for node in nodes for child in ast.iter_child_nodes(node)]
+        if not nodes:
+            return False
+    return True
 
 
 def shown(path: Path) -> str:
