@@ -115,8 +115,8 @@ class MySqlStore(Store):
         places = ", ".join(["%s"] * len(names))
         with connections[self.alias].cursor() as cursor:
             cursor.execute(
-                "SELECT UTC_TIMESTAMP(6), name, starts FROM kjo_rate_window "
-                f"WHERE name IN ({places})",  # noqa: S608 - places
+                "SELECT UTC_TIMESTAMP(6), name, starts FROM kjo_rate_window "  # noqa: S608 - places
+                f"WHERE name IN ({places})",
                 list(names),
             )
             rows = cursor.fetchall()
