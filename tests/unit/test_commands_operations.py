@@ -226,7 +226,7 @@ def test_a_queue_that_nothing_names_is_wrong_usage(memory, command):
 
 @pytest.mark.parametrize("command", ["kjo_limits", "kjo_workflows"])
 def test_a_command_without_its_action_asks_for_the_action_only(command):
-    with pytest.raises(CommandError, match="arguments are required: action$"):
+    with pytest.raises(CommandError, match=r"arguments are required: action$"):
         run(command)
 
 
