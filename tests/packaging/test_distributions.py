@@ -155,6 +155,8 @@ def test_the_sdist_has_what_the_wheel_is_built_of(built: dict[str, Path]) -> Non
         "kjo_django/py.typed",
         *(f"kjo_django/locale/{each}/LC_MESSAGES/django.mo" for each in ("de", "es")),
     } <= names
+    # A pattern without a slash would also take README.md of other folders.
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"kjo_django", "docs"}
 
 
 @pytest.mark.parametrize("folder", sorted(VENDOR.iterdir()), ids=lambda folder: folder.name)

@@ -224,6 +224,12 @@ def test_a_queue_that_nothing_names_is_wrong_usage(memory, command):
     assert caught.value.returncode == 2
 
 
+@pytest.mark.parametrize("command", ["kjo_limits", "kjo_workflows"])
+def test_a_command_without_its_action_asks_for_the_action_only(command):
+    with pytest.raises(CommandError, match=r"arguments are required: action$"):
+        run(command)
+
+
 # --- kjo_health ---------------------------------------------------------------------------------
 
 

@@ -39,7 +39,13 @@ class Command(KjoCommand):
         super().add_arguments(parser)
         add = parser.add_argument
         add("action", choices=("list", "set", "clear"))
-        add("names", nargs="*", metavar="name", help="queue:… or job:…; list: none for all.")
+        add(
+            "names",
+            nargs="*",
+            default=[],
+            metavar="name",
+            help="queue:… or job:…; list: none for all.",
+        )
         add("--rate", help=f"set: jobs that start in a time, as 5/s or 100/m; or {DECLARED}.")
         add("--burst", type=_count, help=f"set: jobs that may start at once; or {DECLARED}.")
         add(

@@ -36,7 +36,7 @@ class Command(KjoCommand):
         super().add_arguments(parser)
         add = parser.add_argument
         add("action", choices=("list", "show", *CHANGES))
-        add("ids", nargs="*", metavar="id", help="Ids or unique ids; a name, to list.")
+        add("ids", nargs="*", default=[], metavar="id", help="Ids or unique ids; a name, to list.")
         add("--state", choices=WorkflowState.values, help="list: only those in this state.")
         add("--limit", type=positive, default=20, help="list: at most this many.")
         add("--in", dest="ends_in", type=duration, help="deadline: from now, as 90s, 15m or 2h.")
