@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
 
@@ -191,6 +191,65 @@ def test_no_window_has_more_starts_where_the_time_of_a_server_is_only_nearly_kno
             world.clock.advance(draw.choices((0.0, 0.02, 0.1, 0.9), (6, 6, 3, 1))[0])
     # Then
     assert_kept(world)
+
+
+def test_a_start_counts_that_a_worker_which_remembers_the_servers_time_never_tells_of() -> None:
+    """The time was told 0.19 s before it was known. Permits counted as of the end of their lives by
+    the earliest time that it could be, and 21 of 20/4s started within 3.87 s."""
+    # Given a worker that is alone, whose last reading was slow, and permits that it gets after that
+    wanted, draw = replace(rate("20/4s"), burst=20), random.Random(1)
+    pace = Pace("rate", wanted.count, wanted.seconds, wanted.interval, wanted.ahead)
+    world = World(draw, pace)
+    rows = LateRows(world.clock, draw, 0.0, has_clock=True)
+    views = [RateWindows(cast(Store, rows), world.clock) for _ in range(2)]
+    permits, others = (Permits(view.permit, world.clock) for view in views)
+    start_one(world, permits)
+    world.clock.advance(30)
+    start_one(world, permits)
+    world.clock.advance(30)
+    world.starts.clear()
+    rows.late = 0.19
+    start_one(world, permits)
+    rows.late = 0.0
+    # When it starts all of them as late as it may, and dies
+    waiting = [Waiting(LimitState([pace])) for _ in range(pace.most)]
+    permits.ask(waiting)
+    permitted = [each for each in waiting if each.limit_state.permit is not None]
+    assert len(permitted) == pace.most - 1
+    taken = [each.limit_state.permit for each in permitted]
+    world.clock.seconds = min(each.end for each in taken if each is not None)
+    for each in permitted:
+        assert permits.use(each)
+        world.starts.append(world.clock.monotonic())
+    # Then
+    while len(world.starts) < 2 * pace.most:
+        start_one(world, others)
+    assert_kept(world)
+
+
+class LateRows(Rows):
+    """Their server tells its time first, and the rest of its answer takes so many seconds."""
+
+    late = 0.0
+
+    def read_windows(self, names: Sequence[str]) -> tuple[datetime, dict[str, str]]:
+        now, found = self.clock.now(), {n: self.rows[n] for n in names if n in self.rows}
+        self.clock.advance(self.late)
+        return now, found
+
+    def _pass_time(self) -> None:
+        return
+
+
+def start_one(world: World, permits: Permits) -> None:
+    """Ask for a permit until there is one, and start with it at once."""
+    waiting = Waiting(LimitState([world.pace]))
+    permits.ask([waiting])
+    while not permits.use(waiting):
+        world.clock.advance(0.01)
+        permits.ask([waiting])
+    permits.note_start(waiting)
+    world.starts.append(world.clock.monotonic())
 
 
 def assert_kept(world: World) -> None:

@@ -101,9 +101,12 @@ class RateWindows:
                 pause = random.uniform(0, 0.002 * number)  # noqa: S311
                 self._clock.wait(threading.Event(), pause)
                 read = self._read(paces)
-            # A start lies further back by now than when the call was made.
-            told = [_older(one, read.at - called - read.later) for one in used]
-            answers, changed = self._permit(asks, told, paces, read)
+            # Starts count as of the latest that the server's time can be, as they lie before the
+            # call; so do those to come, of which nobody may ever tell.
+            later = called + read.later - read.at
+            told = [_older(one, -later) for one in used]
+            asked = [ask._replace(lasts=ask.lasts + max(0.0, later)) for ask in asks]
+            answers, changed = self._permit(asked, told, paces, read)
             if changed is None:
                 elapsed = self._clock.monotonic() - read.at
                 return [answer._replace(wait=max(0.0, answer.wait - elapsed)) for answer in answers]
