@@ -51,6 +51,7 @@ from kjo_django.runtime import (
     databases,
     get_transport,
     jobs_database,
+    runtime_for,
     runtime_of,
     transport_class,
     use_database,
@@ -723,6 +724,15 @@ def record_forwarded(store: Store, published: Sequence[Publication], now: dateti
 def topic_channel(topic: str) -> str:
     """Return the channel that tells of records a transactional transport got."""
     return f"kjo:topic:{topic}"
+
+
+def wake_consumers(transport: Transport, records: Iterable[OutgoingRecord]) -> None:
+    """Wake those who consume what a transport was given, when that is committed; a broker needs no
+    call. For records that no job was stored with."""
+    if transport.capabilities.transactional:
+        runtime = runtime_for(database_of_transport(transport.alias))
+        for topic in sorted({record.topic for record in records}):
+            after_commit(runtime, topic_channel(topic))
 
 
 @dataclass(slots=True, eq=False)

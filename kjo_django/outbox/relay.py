@@ -281,7 +281,9 @@ class Relay:
                 logger.exception(message, job.id, extra=job.log_facts)
                 refused.append(Refusal.of(job, error))
         records = [record for _, record in made]
-        answers = storing.publish(get_transport(queue.transport), records) if made else []
+        transport = get_transport(queue.transport)
+        answers = storing.publish(transport, records) if made else []
+        storing.wake_consumers(transport, records)
         accepted: list[Publication] = []
         for (job, sent), answer in zip(made, answers, strict=True):
             if answer.error is None:

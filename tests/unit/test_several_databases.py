@@ -466,6 +466,34 @@ def test_the_database_transport_of_a_queue_is_in_the_database_of_its_jobs(
     assert handle.result == "sent"
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_consumers_are_woken_for_records_that_no_job_was_stored_with(
+    jobs2: str, settings: Any, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """An idle consumer relies on that: such an event was found up to a second late."""
+    # Given
+    backend = "kjo_django.transports.database.DatabaseTransport"
+    settings.KJO = {
+        **KJO,
+        "QUEUES": {"ledger": {}, "emails": {"database": JOBS2, "transport": JOBS2}},
+        "TRANSPORTS": {alias: {"BACKEND": backend} for alias in ("default", JOBS2)},
+    }
+    called: list[str] = []
+    coordination = runtime_for("default").coordination
+    monkeypatch.setattr(coordination, "notify", lambda *channels: called.extend(channels))
+    # When it is published at once, or by the relay of another database
+    if direct:
+        publish_event("news", {"type": "NEWS", "data": {}}, direct=True)
+    else:
+        with use_database(JOBS2):
+            publish_event("news", {"type": "NEWS", "data": {}})
+            assert "kjo:topic:news" not in called
+            Relay(runtime=runtime_for(JOBS2)).publish_all()
+    # Then
+    assert TransportMessage.objects.count() == 1
+    assert "kjo:topic:news" in called
+
+
 def test_a_record_for_others_is_undone_with_the_transaction_of_its_database(
     jobs2: str, settings: Any
 ) -> None:

@@ -14,7 +14,13 @@ from uuid import UUID
 
 from kjo_django.conf import EVENT_FORMATS, get_settings
 from kjo_django.enqueue.coroutines import from_coroutine
-from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
+from kjo_django.enqueue.storing import (
+    carrier_of,
+    check_payload_size,
+    publish,
+    store_record,
+    wake_consumers,
+)
 from kjo_django.exceptions import MessageError, PayloadError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
@@ -353,9 +359,11 @@ def publish_event(
         )
         return PublishedEvent(told, job.pk)
     record = OutgoingRecord(topic=topic, value=value, key=key, headers=sent)
-    answer = publish(get_transport(carrier.transport), [record])[0]
+    transport = get_transport(carrier.transport)
+    answer = publish(transport, [record])[0]
     if answer.error is not None:
         raise PublishError(f"The event {told.id} was not published to {topic!r}: {answer.error}")
+    wake_consumers(transport, [record])
     return PublishedEvent(told, partition=answer.partition, offset=answer.offset)
 
 
