@@ -748,6 +748,20 @@ def test_what_others_hold_of_a_key_is_looked_for_though_publications_are_heard(
     assert clock.monotonic() - began <= 0.2
 
 
+def test_what_an_idle_consumer_releases_itself_is_claimed_again_soon(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    subscription = subscribe()
+    subscription.rely_on_wake_ups(True)
+    publish(transport, "a1")
+    taken = subscription.poll(10, 1)
+    assert subscription.poll(10, 1) == []
+    subscription.release(taken)
+    began = clock.monotonic()
+    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert clock.monotonic() - began <= 0.2
+
+
 def test_a_commit_of_another_connection_ends_idleness_on_sqlite(sqlite_alias: str) -> None:
     """No call reaches another process there; the commit itself is seen."""
     transport = DatabaseTransport("test", {"DATABASE": sqlite_alias})

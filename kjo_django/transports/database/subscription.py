@@ -665,6 +665,7 @@ class DatabaseSubscription(LeasedSubscription):
         if not self._insist(lambda: self._free(id for _, id in mine)):
             self._may_have_strays = True
         self._forget(mine)
+        self._plan.end_idleness()
 
     def limit(self, records: Mapping[str, int]) -> None:
         """Claim no more than so many rows of each of these topics at once."""
