@@ -250,7 +250,8 @@ def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
     for attempt, source in sources.items():
         attempt.is_published = source in known
     for transport, dead in by_transport.items():
-        _publish_to(runtime, transport, [each for each in dead if not each.is_published])
+        if unpublished := [each for each in dead if not each.is_published]:
+            _publish_to(runtime, transport, unpublished)
 
 
 def _publish_to(runtime: Runtime, transport: Transport, attempts: Sequence[Attempt]) -> None:
