@@ -727,12 +727,11 @@ def topic_channel(topic: str) -> str:
 
 
 def wake_consumers(transport: Transport, records: Iterable[OutgoingRecord]) -> None:
-    """Wake those who consume what a transport was given, when that is committed; a broker needs no
-    call. For records that no job was stored with."""
-    if transport.capabilities.transactional:
-        runtime = runtime_for(database_of_transport(transport.alias))
-        for topic in sorted({record.topic for record in records}):
-            after_commit(runtime, topic_channel(topic))
+    """Wake those who consume what a transactional transport was given, when that is committed. For
+    records that no job was stored with."""
+    runtime = runtime_for(database_of_transport(transport.alias))
+    for topic in sorted({record.topic for record in records}):
+        after_commit(runtime, topic_channel(topic))
 
 
 @dataclass(slots=True, eq=False)

@@ -283,7 +283,8 @@ class Relay:
         records = [record for _, record in made]
         transport = get_transport(queue.transport)
         answers = storing.publish(transport, records) if made else []
-        storing.wake_consumers(transport, records)
+        if transport.capabilities.transactional:
+            storing.wake_consumers(transport, records)
         accepted: list[Publication] = []
         for (job, sent), answer in zip(made, answers, strict=True):
             if answer.error is None:

@@ -363,7 +363,8 @@ def publish_event(
     answer = publish(transport, [record])[0]
     if answer.error is not None:
         raise PublishError(f"The event {told.id} was not published to {topic!r}: {answer.error}")
-    wake_consumers(transport, [record])
+    if transport.capabilities.transactional:
+        wake_consumers(transport, [record])
     return PublishedEvent(told, partition=answer.partition, offset=answer.offset)
 
 
