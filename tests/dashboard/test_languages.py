@@ -11,6 +11,7 @@ import pytest
 from django.test import Client
 from django.utils import translation
 
+from kjo_django import registry
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.models import Job
 from tests import catalogues
@@ -92,8 +93,15 @@ def shown(page: str) -> list[str]:
 
 
 @pytest.fixture
-def marked(settings: Any, tmp_path: Path) -> None:
-    """A language in which each text of ours stands between brackets."""
+def marked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A language in which each text of ours stands between brackets, and no handler but those of
+    the project: others that tests of this process have declared may be called anything."""
+    of_apps = {
+        handler.name: handler
+        for handler in registry.handlers()
+        if handler.function.__module__.startswith(("tests.ledger", "kjo_django"))
+    }
+    monkeypatch.setattr(registry, "_handlers", of_apps)
     texts = {
         msgid if plural is None else f"{msgid}\0{plural}": (
             f"⟦{msgid}⟧" if plural is None else f"⟦{msgid}⟧\0⟦{plural}⟧"
