@@ -116,6 +116,8 @@ def write_event(given: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, A
         return [Published(partition=0, offset=0)]
 
     patch.setattr(events, "publish", publish)
+    # Nothing is written, so there is no transaction after whose commit consumers are woken.
+    patch.setattr(events, "wake_consumers", lambda transport, records: None)
     options = {name: given.get(name) for name in ("headers", "event_format")}
     events.publish_event(given["topic"], given["event"], direct=True, **options)
     return written(sent[0])
