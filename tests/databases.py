@@ -300,8 +300,10 @@ def mysql(mysql_url: str, django_db_blocker: Any) -> Iterator[None]:
 
 @pytest.fixture
 def _database(request: pytest.FixtureRequest) -> None:
-    """The database a test names as its parameter; a file of SQLite's if it names none."""
-    request.getfixturevalue(getattr(request, "param", "sqlite_file"))
+    """The database a test names, as its parameter or by the fixture of several; a file of SQLite's
+    if it names none."""
+    named = (name for name in ("real_database", "innodb") if name in request.fixturenames)
+    request.getfixturevalue(getattr(request, "param", next(named, "sqlite_file")))
 
 
 SQLITE = pytest.param("sqlite_file", id="sqlite")

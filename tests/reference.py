@@ -2,7 +2,7 @@
 
 A page holds blocks between `<!-- from the code: NAME -->` and `<!-- end -->`; what stands between
 them comes from the function of that name here, everything around them is written by people.
-`tests/unit/test_docs.py` fails when a block is out of date.
+`tests/docs/test_docs.py` fails when a block is out of date.
 """
 
 from __future__ import annotations

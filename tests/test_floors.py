@@ -19,7 +19,7 @@ from tests.floors import (
     requirements,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SHOP: dict[str, Any] = {
     "name": "shop",
     "dependencies": ["django>=5.2"],

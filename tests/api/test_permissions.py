@@ -257,7 +257,7 @@ def nightly(name: str, **columns: Any) -> Schedule:
 @pytest.fixture
 def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Send an endpoint's request about rows that are there."""
-    # Its probes have threads and connections of their own; tests/unit/test_operations_health.py.
+    # Its probes have threads and connections of their own: see the tests of operations.monitoring.
     monkeypatch.setattr("kjo_django.api.system.health", lambda timeout, thresholds: [])
     monkeypatch.setattr("kjo_django.api.system.is_healthy", lambda checks: False)
     ProcessedEventFactory(event_id="e-1")

@@ -85,7 +85,7 @@ def project(settings: Any, monkeypatch: pytest.MonkeyPatch, _database: None) -> 
     pytest.importorskip("rest_framework")
     settings.ROOT_URLCONF = "tests.authorisation.urls"
     settings.KJO = {"SERVICE_NAME": "tests", "QUEUES": {"default": {}, "mails": {}, "ledger": {}}}
-    # Its probes have threads and connections of their own; tests/unit/test_operations_health.py.
+    # Its probes have threads and connections of their own: see the tests of operations.monitoring.
     monkeypatch.setattr("kjo_django.api.system.health", lambda timeout, thresholds: [])
     monkeypatch.setattr("kjo_django.api.system.is_healthy", lambda checks: True)
     cache.clear()

@@ -23,7 +23,7 @@ from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import KJO, as_job, benched
-from tests.unit.pipeline.bench import reconfigured
+from tests.unit.engine.bench import reconfigured
 from tests.waiting import PATIENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "logging.md"

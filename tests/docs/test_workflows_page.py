@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kjo_django.testing import drain
-from tests.unit.test_docs import FENCE
+from tests.docs.test_docs import FENCE
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/workflows.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/workflows.md"
 
 
 @pytest.mark.django_db

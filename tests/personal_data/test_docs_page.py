@@ -14,8 +14,8 @@ from kjo_django.management.commands.kjo_erase import Command
 from kjo_django.models import Job
 from kjo_django.personal_data.person import Person
 from kjo_django.testing import drain
+from tests.docs.test_docs import FENCE
 from tests.factories import JobFactory
-from tests.unit.test_docs import FENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/personal-data.md"
 BLOCKS = [(language, code) for _, language, code in FENCE.findall(PAGE.read_text())]

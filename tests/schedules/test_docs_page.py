@@ -10,8 +10,8 @@ from django.core.checks import run_checks
 
 from kjo_django import job
 from kjo_django.models import Schedule
+from tests.docs.test_docs import FENCE
 from tests.schedules.conftest import minutes, now, step
-from tests.unit.test_docs import FENCE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/schedules.md"
 JOBS, SETTINGS, OPERATIONS = (

@@ -1,4 +1,4 @@
-"""What is sent to a database, definitions that are forgotten, a worker's settings."""
+"""Workers without threads and with, what is sent to a database, definitions that are forgotten."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from kjo_django import conf, registry
 from tests.declarations import forgetting
 from tests.faults.clock import Clock
-from tests.unit.deliveries import KJO, MEMORY
+from tests.unit.deliveries import KJO, MEMORY, Bench
+from tests.unit.steps import Steps
 
 
 @pytest.fixture
@@ -59,3 +60,40 @@ def standing_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(stands=True)
     clock.install(monkeypatch)
     return clock
+
+
+@pytest.fixture(params=["memory", "database"])
+def transport(request: pytest.FixtureRequest, settings: Any, _database: None) -> str:
+    """Tests that name it run on a log and on a transport that shares the jobs' transactions."""
+    settings.KJO = KJO | (MEMORY if request.param == "memory" else {})
+    return str(request.param)
+
+
+@pytest.fixture
+def bench_settings(request: pytest.FixtureRequest, settings: Any, _database: None) -> None:
+    """The settings of a `bench`: on the transport that the test names, else on the memory one."""
+    if "transport" in request.fixturenames:
+        request.getfixturevalue("transport")
+    else:
+        settings.KJO = KJO | MEMORY
+
+
+@pytest.fixture
+def bench(bench_settings: None, forgotten_definitions: None) -> Iterator[Bench]:
+    """A worker without threads, and handlers that are forgotten with it."""
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def another(bench: Bench) -> Iterator[Bench]:
+    """A second worker on the same queue."""
+    another = Bench(worker="another")
+    yield another
+    another.close()
+
+
+@pytest.fixture
+def steps(forgotten_definitions: None) -> Iterator[Steps]:
+    yield Steps()

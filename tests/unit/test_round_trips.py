@@ -11,7 +11,7 @@ from kjo_django.round_trips import GroupBudget, lanes_for
 from kjo_django.runtime import current_runtime
 from kjo_django.worker.duties import ClockCheck
 from tests.clocks import SetClock
-from tests.unit.test_scheduler import delivery, take
+from tests.unit.engine.test_scheduler import delivery, take
 
 
 @pytest.mark.parametrize("far", [0.0002, 0.005])

@@ -60,7 +60,7 @@ from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.databases import sqlite_settings
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench
-from tests.unit.test_template_producer import Source, items
+from tests.unit.patterns.items.test_producer import Source, items
 
 JOBS2 = "jobs2"
 SEVERAL = {

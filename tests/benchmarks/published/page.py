@@ -1,7 +1,7 @@
 """Pages of the docs with figures: what stands between their markers comes from the raw results.
 
 A block stands between ``<!-- from the results: NAME -->`` and ``<!-- end -->``; people write the
-rest. `tests/unit/test_benchmark_page.py` fails when a block is not what the results say.
+rest. `tests/docs/test_benchmark_page.py` fails when a block is not what the results say.
 """
 
 from __future__ import annotations

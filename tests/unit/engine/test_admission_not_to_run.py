@@ -13,7 +13,7 @@ from kjo_django.operations.jobs import cancel_one
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 
 def test_a_job_delivered_again_after_its_commit_is_a_duplicate(bench):

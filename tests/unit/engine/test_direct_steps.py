@@ -23,7 +23,7 @@ from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.states import JobState
 from kjo_django.worker import Worker
 from tests.unit.deliveries import SetClock
-from tests.unit.workflows.conftest import KJO, MEMORY, Steps
+from tests.unit.steps import KJO, MEMORY, Steps
 
 pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 

@@ -17,8 +17,8 @@ from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.states import JobState
 from kjo_django.store.rows import DueJob
 from tests.ledger.models import Entry
-from tests.unit.workflows.conftest import KJO, MEMORY, Steps
-from tests.unit.workflows.test_direct_steps import Stepped, stepped
+from tests.unit.engine.test_direct_steps import Stepped, stepped
+from tests.unit.steps import KJO, MEMORY, Steps
 
 
 @pytest.fixture(

@@ -19,7 +19,7 @@ from kjo_django.runtime import get_transport
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, make_everything_due, the_job
-from tests.unit.pipeline.bench import both, reconfigured, settled
+from tests.unit.engine.bench import both, reconfigured, settled
 
 
 @both

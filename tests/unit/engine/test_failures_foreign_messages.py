@@ -21,7 +21,7 @@ from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job
-from tests.unit.pipeline.bench import GOOD, both, settled
+from tests.unit.engine.bench import GOOD, both, settled
 from tests.waiting import PATIENCE
 
 
@@ -266,7 +266,7 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
 
 @both
 @pytest.mark.usefixtures("transport")
-def test_a_queues_options_hold_for_messages_nobody_enqueued_here(_configured):
+def test_a_queues_options_hold_for_messages_nobody_enqueued_here(bench_settings):
     """They got five attempts, and results the settings' lifetime."""
     # Given
     with forgetting(registry._handlers, conf._declared):
@@ -290,7 +290,7 @@ def test_a_queues_options_hold_for_messages_nobody_enqueued_here(_configured):
 
 
 @both
-def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(_configured):
+def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(bench_settings):
     with forgetting(registry._handlers, conf._declared):
         queue = Queue("foreign-ones")
         runs: list[int] = []

@@ -14,7 +14,7 @@ from kjo_django.engine.attempt import Ending
 from kjo_django.messages import serializers
 from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.unit.deliveries import as_job, make_everything_due, states
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 
 def in_a_thread(function):

@@ -21,7 +21,7 @@ from kjo_django.operations.monitoring.health import health
 from kjo_django.runtime import current_runtime, get_transport
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import Bench, as_job, entries, make_everything_due, states, the_job
-from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled
+from tests.unit.engine.bench import GOOD, both, reconfigured, settled
 
 POISON = {
     "tombstone": (None, GOOD, "invalid"),

@@ -27,7 +27,7 @@ from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, entries, the_job
-from tests.unit.pipeline.bench import GOOD, both
+from tests.unit.engine.bench import GOOD, both
 
 STREAM = "bench:write:stream"
 
@@ -47,7 +47,7 @@ class Producer(AbstractStreamProducer[str]):
 
 
 @pytest.fixture
-def tasks(_configured, monkeypatch):
+def tasks(bench_settings, monkeypatch):
     """A worker of a stream; tasks fail as often, or with what, ``tasks.failures`` says."""
     with forgetting(registry._handlers, registry._routes, conf._declared):
         failures: dict[str, Any] = {}

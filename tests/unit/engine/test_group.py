@@ -16,7 +16,7 @@ from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, statements, states, the_job
-from tests.unit.pipeline.bench import both, reconfigured, settled
+from tests.unit.engine.bench import both, reconfigured, settled
 
 
 @both

@@ -15,8 +15,8 @@ from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench, as_job, make_everything_due, states
-from tests.unit.pipeline.bench import both, reconfigured, settled
-from tests.unit.template_consumer.made import consumer, send
+from tests.unit.engine.bench import both, reconfigured, settled
+from tests.unit.patterns.items.made import consumer, send
 
 KINDS = {
     "a transaction": {},

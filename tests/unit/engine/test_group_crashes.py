@@ -13,7 +13,7 @@ from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, Named, as_job, entries, the_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 
 def crashed_while_running(bench: Bench, deliveries, times: int = 1) -> None:

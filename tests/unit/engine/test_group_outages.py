@@ -18,7 +18,7 @@ from tests.items.models import Item
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 
 def test_an_outage_of_the_database_spends_no_attempt_and_loses_nothing(bench, monkeypatch):

@@ -20,7 +20,7 @@ from kjo_django.models import Job, JobFailure, ProcessedEvent, TransportMessage,
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 from tests.waiting import PATIENCE
 
 

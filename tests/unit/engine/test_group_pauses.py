@@ -18,7 +18,7 @@ from kjo_django.models import DeadLetter, Job, JobFailure, Mark
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import as_job, entries, states
-from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled
+from tests.unit.engine.bench import GOOD, both, reconfigured, settled
 
 KINDS = {
     "a transaction": {},

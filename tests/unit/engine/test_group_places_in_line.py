@@ -18,7 +18,7 @@ from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.runtime import get_coordination
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
-from tests.unit.pipeline.bench import both
+from tests.unit.engine.bench import both
 
 
 @both

@@ -13,7 +13,7 @@ from tests.ledger import jobs as ledger
 from tests.services import RedisServer
 from tests.services.fixtures import require
 from tests.unit.deliveries import Named, as_job, entries
-from tests.unit.pipeline.bench import reconfigured
+from tests.unit.engine.bench import reconfigured
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.redis

@@ -15,7 +15,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination
 from tests.unit.deliveries import Named, as_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = both

@@ -18,7 +18,7 @@ from kjo_django.transports.kafka.clients import KafkaOptions
 from tests.clocks import SetClock
 from tests.unit.deliveries import Silent
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
 
 

@@ -27,7 +27,7 @@ from kjo_django.limits.permits import LimitState
 from kjo_django.transports.base import TopicPartition
 from tests.clocks import SetClock
 from tests.unit.deliveries import Silent
-from tests.unit.test_scheduler import delivery, handler, lanes_of, offsets, take
+from tests.unit.engine.test_scheduler import delivery, handler, lanes_of, offsets, take
 
 COROUTINE = handler("coroutine", mode=Mode.CONCURRENT)
 

@@ -1,5 +1,5 @@
 """Enqueue: in the caller's transaction, once per unique id, refused before anything is written.
 
-Every test runs on a transactional transport (the database's) and on one that needs the relay (the
-memory transport).
+Most modules run each test on a transactional transport (the database's) and on one that needs the
+relay (the memory transport).
 """

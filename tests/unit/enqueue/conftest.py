@@ -10,8 +10,9 @@ KJO = {"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}, "other": {}}}
 MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
 
 
-@pytest.fixture(params=["database", "memory"], autouse=True)
+@pytest.fixture(params=["database", "memory"])
 def transport(request, settings):
+    """Tests that name it run on the database's transport and on one that needs the relay."""
     settings.KJO = KJO | (MEMORY if request.param == "memory" else {})
     return request.param
 

@@ -22,7 +22,7 @@ from kjo_django.patterns.events.event import apublish_event
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import as_job, entries
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 ID = "0199c2a4-0000-7000-8000-000000000001"
 CALLS: dict[str, Callable[[], Awaitable[Any]]] = {

@@ -18,7 +18,7 @@ from kjo_django.patterns.kdlq import kdlq_handler
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.factories import JobFactory
 from tests.ledger.jobs import give, refuse
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 HOUR = timedelta(hours=1)
 

@@ -14,7 +14,7 @@ from kjo_django.models import Job
 from tests.ledger.jobs import no_op, write, write_keyed
 from tests.unit.enqueue.stored import messages
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 def test_a_job_is_stored_as_it_was_asked_for(transport):

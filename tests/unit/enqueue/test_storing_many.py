@@ -12,7 +12,7 @@ from kjo_django.store import store_for
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 def count_queries(action) -> int:

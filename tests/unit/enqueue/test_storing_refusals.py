@@ -14,7 +14,7 @@ from kjo_django.models import Job
 from tests.ledger.jobs import write, write_keyed
 from tests.unit.enqueue.stored import writing_nothing
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 @pytest.mark.parametrize(

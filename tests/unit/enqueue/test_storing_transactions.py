@@ -10,7 +10,7 @@ from kjo_django.models import Job
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import messages
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 class Changed(Exception):

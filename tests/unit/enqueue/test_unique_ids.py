@@ -17,7 +17,7 @@ from tests.factories import JobFactory
 from tests.ledger.jobs import write, write_keyed
 from tests.unit.enqueue.stored import messages
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 @pytest.mark.parametrize(

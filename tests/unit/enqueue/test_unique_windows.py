@@ -28,7 +28,7 @@ from tests.ledger.models import Entry
 from tests.unit.enqueue.stored import messages, writing_nothing
 from tests.waiting import PATIENCE
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
 MOMENT = datetime(2030, 1, 1, tzinfo=UTC)
 hourly = write.using(unique_for=HOUR, unique_by=("job",))

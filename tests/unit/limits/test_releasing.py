@@ -29,10 +29,7 @@ from kjo_django.values import rate
 from kjo_django.worker.duties import LineDuty
 from tests.factories import JobFactory
 from tests.faults.clock import Clock as Time
-from tests.unit.conftest import standing_clock
 from tests.waiting import PATIENCE
-
-__all__ = ["standing_clock"]
 
 pytestmark = pytest.mark.django_db(transaction=True)
 LIMIT = Limit("RATE:job:tests.line", rate("5/s"))

@@ -192,7 +192,7 @@ def test_what_means_nothing_is_refused(name: str, options: Any, error: Any, text
 
 @pytest.mark.django_db
 def test_every_snippet_of_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs/how-to/limits.md"
+    page = Path(__file__).parents[3] / "docs/how-to/limits.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"__name__": "shop.jobs"}
     for block in blocks:

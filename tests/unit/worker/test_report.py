@@ -19,7 +19,7 @@ from kjo_django.worker import Worker, report
 from kjo_django.worker.report import StatusReporter, render, start_of, status_of
 from kjo_django.worker.statistics import memory_limit
 from tests.unit.deliveries import KJO
-from tests.unit.test_scheduler import delivery
+from tests.unit.engine.test_scheduler import delivery
 
 MB = 2**20
 

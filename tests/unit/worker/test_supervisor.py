@@ -15,7 +15,7 @@ from kjo_django.worker import supervisor
 
 pytestmark = pytest.mark.medium  # of real processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os, signal, sys, time, pathlib
 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"

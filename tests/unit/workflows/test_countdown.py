@@ -23,7 +23,7 @@ from kjo_django.workflows import countdown
 from kjo_django.workflows.countdown import count_ended
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests.unit.deliveries import Bench
-from tests.unit.workflows.conftest import KJO, MEMORY, Steps
+from tests.unit.steps import KJO, MEMORY, Steps
 from tests.waiting import PATIENCE, wait_until
 
 

@@ -24,7 +24,7 @@ from kjo_django.exceptions import (
 )
 from kjo_django.operations import workflows
 from kjo_django.workflows.workflow_handle import WorkflowHandle
-from tests.unit.workflows.conftest import Steps
+from tests.unit.steps import Steps
 from tests.waiting import PATIENCE
 
 

@@ -17,7 +17,7 @@ from kjo_django.operations.maintenance.prune import Retention, prune
 from kjo_django.states import JobState
 from kjo_django.workflows.snapshots import graph
 from kjo_django.workflows.workflow_handle import WorkflowHandle
-from tests.unit.workflows.conftest import Steps
+from tests.unit.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -24,7 +24,7 @@ from kjo_django.round_trips import GroupBudget
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, statements, states
-from tests.unit.test_scheduler import delivery
+from tests.unit.engine.test_scheduler import delivery
 
 both = pytest.mark.usefixtures("real_database")
 EVERY_WAY = pytest.mark.parametrize("is_atomic", [True, False], ids=["atomic", "outside"])

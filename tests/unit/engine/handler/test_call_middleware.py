@@ -26,12 +26,12 @@ from kjo_django.exceptions import PermanentError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.testing import perform
+from tests.docs.test_docs import FENCE
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries
-from tests.unit.test_docs import FENCE
 from tests.waiting import wait_until
 
-PLACE = "tests.unit.test_middleware"
+PLACE = "tests.unit.engine.handler.test_call_middleware"
 seen: list[object] = []
 
 
@@ -397,7 +397,7 @@ def test_one_that_returns_nothing_says_so(surrounded):
 
 # --- The pages ------------------------------------------------------------------------------------
 
-HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+HOW_TO = Path(__file__).resolve().parents[4] / "docs" / "how-to"
 
 
 def code_of(page: str, file: str) -> list[str]:

@@ -18,7 +18,7 @@ from tests.databases import engine_of
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, entries
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.engine.bench import both, settled
 
 LEFT = "The handler did not leave its transaction as it found it (database 'default')"
 

@@ -28,17 +28,12 @@ from tests.databases import MARIADB, MYSQL, POSTGRES, SQLITE, every_way
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, states
-from tests.unit.pipeline.bench import GOOD, settled
+from tests.unit.engine.bench import GOOD, settled
 from tests.waiting import PATIENCE, wait_until
 
 every_database = pytest.mark.parametrize(
     "_database", [SQLITE, POSTGRES, MARIADB, MYSQL], indirect=True
 )
-
-
-@pytest.fixture
-def _database(request):
-    request.getfixturevalue(request.param)
 
 
 def writing_and(end, *, after=None, raises=False):

@@ -28,7 +28,7 @@ from kjo_django.runtime import current_runtime, get_coordination
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
-from tests.unit.test_scheduler import delivery, handler
+from tests.unit.engine.test_scheduler import delivery, handler
 from tests.unit.workers import Running
 from tests.waiting import PATIENCE, wait_until
 

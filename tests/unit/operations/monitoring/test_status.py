@@ -278,7 +278,7 @@ def test_a_worker_tells_its_release_and_what_it_was_asked():
 
 def test_the_page_for_operators_asks_for_workers_running_jobs_and_handlers():
     # Given
-    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "operators.md"
+    page = Path(__file__).resolve().parents[4] / "docs" / "how-to" / "operators.md"
     _before, _heading, text = page.read_text().partition("## Ask from code\n\n```python\n")
     snippet = text.partition("```")[0]
     WorkerFactory(concurrency=4)

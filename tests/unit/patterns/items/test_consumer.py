@@ -17,7 +17,7 @@ from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
-from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
+from tests.unit.patterns.items.made import Producer, consumer, send, settled, work
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [

@@ -10,7 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django import AbstractConsumer, registry
 from kjo_django.conf import get_settings
 from kjo_django.states import ItemState
-from tests.unit.template_consumer.made import consumer
+from tests.unit.patterns.items.made import consumer
 
 pytestmark = pytest.mark.usefixtures("forgotten_definitions")
 

@@ -13,7 +13,7 @@ from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
-from tests.unit.template_consumer.made import Producer, always, consumer, send, settled, work
+from tests.unit.patterns.items.made import Producer, always, consumer, send, settled, work
 
 pytestmark = [
     pytest.mark.medium,

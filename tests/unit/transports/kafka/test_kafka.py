@@ -848,7 +848,7 @@ import sys
 
 from kjo_django.transports.kafka import KafkaTransport, subscription
 from tests.mock_kafka import MockKafka
-from tests.unit.test_kafka_transport import QUICK, Spy, join
+from tests.unit.transports.kafka.test_kafka import QUICK, Spy, join
 
 subscription.LEAVE_TIMEOUT = 0.2
 mock = MockKafka()
