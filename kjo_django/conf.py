@@ -19,7 +19,8 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -591,6 +592,22 @@ def declare_queue(name: str, **options: Any) -> None:
 def declared_queues() -> list[str]:
     """Return the names of queues declared in code."""
     return list(_declared)
+
+
+@contextmanager
+def restoring(*stores: dict[Any, Any]) -> Iterator[None]:
+    """Give the stores, and the queues declared in code, the content at the end that they have now.
+
+    The stores are changed in place: whoever holds one sees its content.
+    """
+    before = [(store, dict(store)) for store in (_declared, *stores)]
+    try:
+        yield
+    finally:
+        for store, content in before:
+            store.clear()
+            store.update(content)
+        _queue_cache.clear()
 
 
 # --- Reading --------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -14,7 +15,7 @@ from asgiref.sync import iscoroutinefunction
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import QueueConf, ScheduleOptions, declared_queues, get_settings
+from kjo_django.conf import QueueConf, ScheduleOptions, declared_queues, get_settings, restoring
 from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
@@ -270,6 +271,9 @@ class Route:
     carry something else (items of a template producer, events of other services) bind their own.
     """
 
+    handlers: dict[str, Any] = {}
+    """The handlers of a route that has some of its own, by type."""
+
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None] | None:
         """Return the message of a record and its handler; None skips a record for others.
 
@@ -331,10 +335,7 @@ def register(handler: Handler, *, is_own: bool = False) -> None:
             raise ImproperlyConfigured(
                 f"Two jobs are named {name!r}: {theirs} and {ours}. Give one of them a name=…"
             )
-        if is_own:
-            _own[name] = handler
-        else:
-            _handlers[name] = handler
+        (_own if is_own else _handlers)[name] = handler
         if handler.options.rate is not None or handler.options.concurrency is not None:
             limited[name] = handler
         register_serializer(handler.options.serializer)
@@ -347,6 +348,22 @@ def unregister(name: str) -> None:
     with _lock:
         _handlers.pop(name, None)
         limited.pop(name, None)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Forget at the end of a ``with`` block what is declared within it; for tests.
+
+    Handlers with their limits, handlers of events, items and streams, and queues declared in code
+    are restored: what was declared before can be used within the block, and is there again after
+    it, whatever replaced it meanwhile. Blocks can be nested, and ``@isolated()`` is for a whole
+    function. Hooks of ``enqueue_on_save`` stay connected, and serializers stay known.
+
+    A process has one set of declarations, so a worker in a thread has to end within the block.
+    """
+    own = [route.handlers for route in _routes.values()]
+    with restoring(_handlers, _own, limited, _routes, *own):
+        yield
 
 
 def find(name: str) -> Handler | None:

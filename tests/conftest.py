@@ -112,6 +112,13 @@ def limited_handlers() -> set[str]:
 
 
 @pytest.fixture
+def forgotten_definitions() -> Iterator[None]:
+    """Handlers, routes and queues that a test defines are forgotten after it."""
+    with registry.isolated():
+        yield
+
+
+@pytest.fixture
 def hear() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Listen to signals by their names; return a list that grows by the facts of each that is sent,
     with its ``signal``'s name."""

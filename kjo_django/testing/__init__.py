@@ -1,8 +1,9 @@
 """Helpers for tests of projects, and conformance suites for authors of backends.
 
-``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``immediate``, ``run_job``
-and ``perform`` are for a project's tests; ``conformance`` and ``coordination_conformance`` for
-backends. With pytest: ``pytest_plugins = ["kjo_django.testing.pytest_plugin"]``.
+``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``immediate``, ``run_job``,
+``perform`` and ``isolated`` are for a project's tests; ``conformance`` and
+``coordination_conformance`` for backends. With pytest:
+``pytest_plugins = ["kjo_django.testing.pytest_plugin"]``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kjo_django.registry import isolated
     from kjo_django.testing.assertions import all_enqueued, assert_enqueued, refute_enqueued
     from kjo_django.testing.draining import (
         Drained,
@@ -28,6 +30,7 @@ _PUBLIC = {
     "assert_enqueued": "kjo_django.testing.assertions",
     "drain": "kjo_django.testing.draining",
     "immediate": "kjo_django.testing.draining",
+    "isolated": "kjo_django.registry",
     "perform": "kjo_django.testing.draining",
     "refute_enqueued": "kjo_django.testing.assertions",
     "run_job": "kjo_django.testing.draining",
@@ -40,6 +43,7 @@ __all__ = [
     "assert_enqueued",
     "drain",
     "immediate",
+    "isolated",
     "perform",
     "refute_enqueued",
     "run_job",

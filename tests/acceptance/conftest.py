@@ -16,7 +16,6 @@ from kjo_django.enqueue.definition import JobDefinition
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.items import ItemEngine
 from tests.databases import EMPTY, copied_database, in_place_of_sqlite
-from tests.declarations import forgetting
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -139,7 +138,7 @@ def items_engine(real_servers: Servers, tmp_path: Path) -> Iterator[ItemEngine]:
 def limited() -> Iterator[Any]:
     """The module of the handlers with limits. This process plays a web application: it asks for no
     limit."""
-    with forgetting(registry._handlers, registry.limited):
+    with registry.isolated():
         from tests.ledger import limited
 
         for declared in vars(limited).values():

@@ -252,14 +252,13 @@ def test_whatever_a_payload_holds_is_data(client: APIClient, login: Login, value
 
 @pytest.mark.parametrize("name", ["tests.other", "kjo_django.replay_dead_letters"])
 def test_what_the_project_did_not_declare_as_a_job_is_not_called_from_outside(
-    client: APIClient, monkeypatch: pytest.MonkeyPatch, name: str
+    client: APIClient, forgotten_definitions: None, name: str
 ) -> None:
     # Given what an event's, a queue's or a task's handler looks like; one of our own is there
     class Other(registry.Handler):
         """Takes messages that its own side makes."""
 
-    other = Other(print, registry.HandlerOptions(name="tests.other"))
-    monkeypatch.setitem(registry._handlers, "tests.other", other)
+    registry.register(Other(print, registry.HandlerOptions(name="tests.other")))
     assert registry.find(name) is not None
     # Then
     told = errors_of(client.post(URL, {"handler": name}))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kjo_django import conf, registry
-from tests.declarations import forgetting
+from kjo_django import registry
 from tests.unit import deliveries
 from tests.unit.deliveries import Bench
 
@@ -29,10 +28,9 @@ def tasks(settings: Any) -> Iterator[Any]:
         "immediate": {"BACKEND": "kjo_django.contrib.tasks.ImmediateBackend"},
         "dummy": {"BACKEND": "kjo_django.contrib.tasks.DummyBackend"},
     }
-    with forgetting(conf._declared):
+    with registry.isolated():
         import_module("kjo_django.contrib.tasks").load_backends()
         yield import_module("tests.contrib.declared")
-        registry.unregister(NAME)
 
 
 @pytest.fixture

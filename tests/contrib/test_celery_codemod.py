@@ -21,7 +21,6 @@ from kjo_django.contrib.celery_codemod.migration import Migration
 from kjo_django.contrib.celery_codemod.migration_report import Report
 from kjo_django.models import Job
 from kjo_django.testing import drain
-from tests.declarations import forgetting
 
 pytestmark = pytest.mark.small
 
@@ -1159,7 +1158,7 @@ def test_a_path_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
 @pytest.mark.django_db
 def test_a_job_that_retries_by_itself_alone_is_tried_again_for_nothing_else() -> None:
     """``retry_on=(Retry,)``, as tasks are given that called ``self.retry``."""
-    with forgetting(registry._handlers):
+    with registry.isolated():
         # Given
         @job(max_attempts=3, retry_on=(Retry,))
         def act(kind: str) -> None:

@@ -22,10 +22,10 @@ app = logging.getLogger("shop.payments")
 
 
 @pytest.fixture
-def bench(settings, sqlite_file, monkeypatch) -> Iterator[Bench]:
+def bench(settings, sqlite_file) -> Iterator[Bench]:
     level = app.level
     app.setLevel(logging.INFO)
-    with benched(settings, monkeypatch) as bench, job_log.kept(5):
+    with benched(settings) as bench, job_log.kept(5):
         yield bench
     app.setLevel(level)
     assert logging.getLogRecordFactory() is logging.LogRecord

@@ -67,8 +67,8 @@ def lines():
 
 
 @pytest.fixture
-def bench(settings, sqlite_file, monkeypatch):
-    with benched(settings, monkeypatch) as bench:
+def bench(settings, sqlite_file):
+    with benched(settings) as bench:
         yield bench
 
 

@@ -106,8 +106,7 @@ def transport(request, settings, sqlite_file):
 
 
 @pytest.fixture
-def bench(transport, monkeypatch):
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+def bench(transport, forgotten_definitions):
     bench = Bench()
     yield bench
     bench.close()

@@ -16,7 +16,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from kjo_django import BaseEvent, conf, event_handler
+from kjo_django import BaseEvent, event_handler
 from kjo_django import registry as handlers
 from kjo_django.admin.dashboard.dead_letters import _editable
 from kjo_django.admin.display import show_message
@@ -34,13 +34,11 @@ from kjo_django.exceptions import MessageError, PayloadError, ServiceUnavailable
 from kjo_django.messages import serializers
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations.redaction import shown_payload
-from kjo_django.patterns.events import handlers as events
 from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 from tests.contrib.registry_server import RegistryServer
-from tests.declarations import forgetting
 from tests.mock_kafka import MockKafka
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at
 from tests.waiting import PATIENCE
@@ -142,8 +140,10 @@ each_format = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    with forgetting(serializers._serializers, schema_registry._clients, handlers._handlers):
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(serializers, "_serializers", dict(serializers._serializers))
+    monkeypatch.setattr(schema_registry, "_clients", {})
+    with handlers.isolated():
         yield
 
 
@@ -167,12 +167,6 @@ def mock(settings) -> None:
 @pytest.fixture(params=["server", "mock"])
 def registry(request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def events_of_orders() -> Iterator[None]:
-    with forgetting(conf._declared, handlers._routes, events._routes):
-        yield
 
 
 def forget_schemas() -> None:
@@ -526,7 +520,7 @@ def test_a_job_goes_through_kafka(settings, server) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_data_of_a_cloudevent_may_have_a_schema(server, events_of_orders) -> None:
+def test_the_data_of_a_cloudevent_may_have_a_schema(server) -> None:
     """Its content type says so, and the registry's outage is one for events too."""
     # Given a handler, and an event that another service has sent
     taken: list[Any] = []

@@ -93,15 +93,12 @@ def shown(page: str) -> list[str]:
 
 
 @pytest.fixture
-def marked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def marked(settings: Any, tmp_path: Path, forgotten_definitions: None) -> None:
     """A language in which each text of ours stands between brackets, and no handler but those of
     the project: others that tests of this process have declared may be called anything."""
-    of_apps = {
-        handler.name: handler
-        for handler in registry.handlers()
-        if handler.function.__module__.startswith(("tests.ledger", "kjo_django"))
-    }
-    monkeypatch.setattr(registry, "_handlers", of_apps)
+    for handler in registry.handlers():
+        if not handler.function.__module__.startswith(("tests.ledger", "kjo_django")):
+            registry.unregister(handler.name)
     texts = {
         msgid if plural is None else f"{msgid}\0{plural}": (
             f"⟦{msgid}⟧" if plural is None else f"⟦{msgid}⟧\0⟦{plural}⟧"

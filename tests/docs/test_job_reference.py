@@ -37,7 +37,6 @@ from kjo_django.workflows.snapshots import StepNumbers, WorkflowSnapshot
 from kjo_django.workflows.step_context import StageFacts, StepOutcome, WorkflowContext
 from kjo_django.workflows.workflow_handle import WorkflowHandle
 from tests import docstrings, reference
-from tests.declarations import forgetting
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
 
@@ -48,7 +47,7 @@ NAMES = {"JSON": JSON, "timedelta": timedelta, "timezone": timezone}
 
 @pytest.fixture(autouse=True)
 def undeclared() -> Iterator[None]:
-    with forgetting(registry._handlers, registry.limited):
+    with registry.isolated():
         yield
 
 
@@ -149,7 +148,7 @@ def test_the_default_of_an_option_is_the_one_that_the_page_says() -> None:
 # --- Objects --------------------------------------------------------------------------------------
 
 
-with forgetting(registry._handlers, registry.limited):
+with registry.isolated():
     STEP = declared()
 
 

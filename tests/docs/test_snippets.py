@@ -25,13 +25,12 @@ from django.core.management import get_commands, load_command_class
 from django.db import connections
 from django.utils import timezone
 
-from kjo_django import conf, registry
+from kjo_django import registry
 from kjo_django.checks import check_settings
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests import reference
-from tests.declarations import forgetting
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.medium  # compares the pages with the code
@@ -198,7 +197,7 @@ def wait_until_idle() -> None:
 def clean(sqlite_file: Path) -> Iterator[None]:
     """Forget what the page declares."""
     before = set(sys.modules)
-    with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
+    with registry.isolated():
         yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {"shop", *(path.partition(".")[0] for path in PEERS)}:

@@ -19,7 +19,6 @@ from kjo_django.checks import check_settings
 from kjo_django.models import DeadLetterReason
 from kjo_django.operations.monitoring import health
 from kjo_django.states import JobStatus
-from tests.declarations import forgetting
 from tests.factories import WorkerFactory
 
 pytestmark = [pytest.mark.medium, pytest.mark.django_db]
@@ -31,7 +30,7 @@ TEXT = PAGE.read_text()
 @pytest.fixture(autouse=True)
 def shop(settings: Any) -> Any:
     """The jobs of the page."""
-    with forgetting(registry._handlers, registry._own, registry.limited):
+    with registry.isolated():
         settings.KJO = {"QUEUES": {"mails": {}, "reports": {}}}
 
         @job(name="shop.write_receipt", max_attempts=3)

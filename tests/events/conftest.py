@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kjo_django import conf, registry
-from kjo_django.patterns.events import handlers
-from tests.declarations import forgetting
+from kjo_django import registry
 
 
 @pytest.fixture(autouse=True)
 def _forget_declarations() -> Iterator[None]:
-    with forgetting(conf._declared, registry._routes, handlers._routes):
+    with registry.isolated():
         yield

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kjo_django import conf, garbage_collection, registry
+from kjo_django import garbage_collection, registry
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.engine import poller
-from kjo_django.patterns.events import handlers
 from kjo_django.runtime import close_backends
 from kjo_django.transports.base import Published
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.database.subscription import DatabaseSubscription
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.transports.memory.transport import MemorySubscription
-from tests.declarations import forgetting
 from tests.faults import adversaries, boundary, limited  # noqa: F401 - their scenarios
 from tests.faults import schedules as schedules  # its scenarios
 from tests.faults.clock import Clock
@@ -92,8 +90,7 @@ def built(
     logger.setLevel(os.environ.get("KJO_FAULTS_LOG", "CRITICAL"))
     with (
         garbage_collection.seldom(),
-        forgetting(registry._handlers, registry.limited, registry._routes),
-        forgetting(conf._declared, handlers._routes),
+        registry.isolated(),
     ):
         world = make(clock, empty)
         world.kinds = Kinds(world)

@@ -39,7 +39,6 @@ from kjo_django.personal_data.erasure import Mode, Report, erase, start_erasure
 from kjo_django.personal_data.person import Person
 from kjo_django.runtime import get_coordination
 from kjo_django.testing import drain, run_job
-from tests.declarations import forgetting
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 
 ADA, BOB = "ada@example.org", "bob@example.org"
@@ -84,7 +83,7 @@ class Shop:
 
 @pytest.fixture(autouse=True)
 def shop() -> Iterator[Shop]:
-    with forgetting(registry._handlers):
+    with registry.isolated():
         yield Shop()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from kjo_django import Queue, conf, registry
+from kjo_django import Queue, registry
 from kjo_django.enqueue import waiting
 from kjo_django.runtime import get_transport
 
@@ -82,16 +82,11 @@ def file_queue(sqlite_file: Path, settings: Any) -> Iterator[Queue]:
 
 
 def _one_queue() -> Iterator[Queue]:
-    queue = Queue(f"q-{uuid.uuid4().hex[:12]}")
-    yield queue
-    _forget(queue)
-    _hang_up()
-
-
-def _forget(queue: Queue) -> None:
-    queue.stop()
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
+    with registry.isolated():
+        queue = Queue(f"q-{uuid.uuid4().hex[:12]}")
+        yield queue
+        queue.stop()
+        _hang_up()
 
 
 def _hang_up() -> None:
@@ -111,10 +106,11 @@ def make_queue(engine: str) -> Iterator[Callable[..., Queue]]:
         made.append(queue)
         return queue
 
-    yield make
-    for queue in made:
-        _forget(queue)
-    _hang_up()
+    with registry.isolated():
+        yield make
+        for queue in made:
+            queue.stop()
+        _hang_up()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from kjo_django import Queue, conf, registry
+from kjo_django import Queue, registry
 from kjo_django.exceptions import (
     HandlerTimeout,
     JobFailedError,
@@ -48,12 +47,10 @@ class Broken(Exception):
 
 
 @pytest.fixture
-def queue() -> Iterator[Queue]:
+def queue(forgotten_definitions: None) -> Queue:
     queue = Queue("ending", max_attempts=2)
     queue.execute(_raise)
-    yield queue
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
+    return queue
 
 
 ERRORS: dict[str, Exception] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.checks import run_checks
 
-from kjo_django import PermanentError, job, registry
+from kjo_django import PermanentError, job
 from kjo_django.conf import get_settings
 from kjo_django.engine import scheduler
 from kjo_django.engine.poller import Poller
@@ -31,15 +31,13 @@ from tests.unit.deliveries import KJO, MEMORY
 from tests.unit.workers import Configure, Noting, Turns
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+pytestmark = [
+    pytest.mark.medium,  # threads and waits of a worker, in real time
+    pytest.mark.usefixtures("forgotten_definitions"),
+]
 
 PROMISED = 1.0
 """Seconds until an urgent job begins, whatever others do."""
-
-
-@pytest.fixture(autouse=True)
-def _declarations(monkeypatch):
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 # --- Levels ---------------------------------------------------------------------------------------

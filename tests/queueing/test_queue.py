@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.utils import timezone
 
-from kjo_django import Queue, conf, exceptions, registry, signals
+from kjo_django import Queue, exceptions, registry, signals
 from kjo_django.conf import default_worker_name, get_settings
 from kjo_django.exceptions import (
     JobQueueError,
@@ -42,11 +42,8 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def queue() -> Iterator[Queue]:
-    queue = Queue("tests-queue")
-    yield queue
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
+def queue(forgotten_definitions: None) -> Queue:
+    return Queue("tests-queue")
 
 
 # --- What is refused, before anything is written --------------------------------------------------
@@ -181,7 +178,7 @@ def test_one_at_a_time_unless_told_otherwise(settings: Any) -> None:
         "CONCURRENCY": 6,
         "QUEUES": {"tests-known": {}, "tests-set": {"concurrency": 2}},
     }
-    try:
+    with registry.isolated():
         Queue("tests-new")
         Queue("tests-wide", concurrency=8)
         Queue("tests-known")
@@ -190,9 +187,6 @@ def test_one_at_a_time_unless_told_otherwise(settings: Any) -> None:
             name: get_settings().queue(name).concurrency
             for name in ("tests-new", "tests-wide", "tests-known", "tests-set")
         }
-    finally:
-        for name in ("tests-new", "tests-wide", "tests-known", "tests-set"):
-            conf._declared.pop(name, None)
     assert found == {"tests-new": 1, "tests-wide": 8, "tests-known": 6, "tests-set": 2}
 
 
@@ -256,7 +250,6 @@ def test_events_of_this_queue_only(queue: Queue, django_capture_on_commit_callba
         queue.cancel("host:8080:1")
         queue.retry("host:8080:1")
         Queue("tests-other").enqueue("b", 1)
-    conf._declared.pop("tests-other", None)
     facts = {"job_id": "x", "unique_id": None, "queue": queue.name, "handler": queue.job_type}
     signals.job_stalled.send_robust(sender="x", attempt=2, **facts)
     assert heard == [
@@ -451,20 +444,16 @@ class Reversing:
         return data.decode()[::-1]
 
 
-def test_results_may_have_a_serializer_of_their_own() -> None:
+def test_results_may_have_a_serializer_of_their_own(forgotten_definitions: None) -> None:
     """PJQ-30, PJQ-68: and payloads one that could not write a result."""
     queue = Queue("tests-own", serializer=Reversing(), result_serializer=MSGPACK)
-    try:
-        queue.execute(lambda job: {"got": job.payload.encode()})
-        queue.enqueue("a", "hello")
-        assert bytes(Job.objects.get().payload) == b"olleh"
-        drain(queue)
-        assert queue.get_result("a") == {"got": b"hello"}
-        # Whoever reads the row needs to know the payload's serializer only
-        assert load_result(bytes(Job.objects.get().result), JSON) == {"got": b"hello"}
-    finally:
-        registry.unregister(queue.job_type)
-        conf._declared.pop(queue.name, None)
+    queue.execute(lambda job: {"got": job.payload.encode()})
+    queue.enqueue("a", "hello")
+    assert bytes(Job.objects.get().payload) == b"olleh"
+    drain(queue)
+    assert queue.get_result("a") == {"got": b"hello"}
+    # Whoever reads the row needs to know the payload's serializer only
+    assert load_result(bytes(Job.objects.get().result), JSON) == {"got": b"hello"}
 
 
 @pytest.mark.postgres

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from kjo_django import Queue, conf, registry
+from kjo_django import Queue
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters, jobs, topic_replay
@@ -44,15 +44,13 @@ def handler() -> Moody:
 
 
 @pytest.fixture
-def queue(settings: Any, handler: Moody) -> Iterator[Queue]:
+def queue(settings: Any, handler: Moody, forgotten_definitions: None) -> Iterator[Queue]:
     settings.KJO = KJO | MEMORY
     get_transport().clear()
     queue = Queue("replaying", max_attempts=1)
     queue.execute(handler)
     yield queue
     get_transport().clear()
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
 
 
 @pytest.fixture

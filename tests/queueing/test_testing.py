@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from datetime import date, timedelta
 from typing import Any
 
@@ -13,7 +12,7 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.test import TestCase, override_settings
 
-from kjo_django import PermanentError, Queue, Retry, conf, job, registry, signals
+from kjo_django import PermanentError, Queue, Retry, job, registry, signals
 from kjo_django.exceptions import JobFailedError, MessageError, PayloadError
 from kjo_django.messages.msgpack import MSGPACK
 from kjo_django.models import DeadLetter, Job, JobFailure
@@ -218,11 +217,8 @@ def test_a_handler_alone() -> None:
 
 
 @pytest.fixture
-def images() -> Iterator[Queue]:
-    queue = Queue("tests-images", serializer=MSGPACK)
-    yield queue
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
+def images(forgotten_definitions: None) -> Queue:
+    return Queue("tests-images", serializer=MSGPACK)
 
 
 def test_a_queues_handler_alone(images: Queue) -> None:

@@ -12,7 +12,6 @@ from kjo_django import job, registry
 from kjo_django.models import Job, Schedule
 from kjo_django.runtime import current_runtime
 from kjo_django.schedules.ticker import Ticker
-from tests.declarations import forgetting
 from tests.faults.clock import Clock
 
 
@@ -29,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(autouse=True)
 def jobs() -> Iterator[None]:
     """Jobs that schedules may name."""
-    with forgetting(registry._handlers):
+    with registry.isolated():
 
         @job(name="shop.report", takes_context=True)
         def report(context: Any) -> Any:

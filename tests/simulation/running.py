@@ -108,10 +108,10 @@ class Simulated(Process):
         super().__init__(name, QUEUES, boundary, lanes=2, ticks=True)
         self._fiber = fiber
         self.fibers: dict[str, Fiber] = {}
-        for each in registry._handlers:
+        for each in registry.handlers():
             # As if each had run before: nobody knows how long an unknown one takes, and it runs
             # alone.
-            self.worker.scheduler.measure(each, 0.001)
+            self.worker.scheduler.measure(each.name, 0.001)
 
     def fiber(self, thread: str) -> Fiber:
         """Return the fiber of a thread."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from kjo_django import conf, registry
-from tests.declarations import forgetting
 from tests.faults.clock import Clock
 from tests.unit.deliveries import KJO, MEMORY, Bench
 from tests.unit.steps import Steps
@@ -28,13 +26,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(psycopg.Cursor, "execute", recording)
     return texts
-
-
-@pytest.fixture
-def forgotten_definitions() -> Iterator[None]:
-    """Handlers, routes and queues that a test defines are forgotten after it."""
-    with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
-        yield
 
 
 @pytest.fixture

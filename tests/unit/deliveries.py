@@ -205,17 +205,18 @@ class Bench:
 
 
 @contextmanager
-def benched(settings: Any, monkeypatch: Any) -> Iterator[Bench]:
-    """Yield a worker on the memory transport; handlers made meanwhile are forgotten with it."""
+def benched(settings: Any) -> Iterator[Bench]:
+    """Yield a worker on the memory transport, without limits; handlers made meanwhile are
+    forgotten with it."""
     settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    monkeypatch.setattr(registry, "limited", {})
-    bench = Bench()
-    try:
-        yield bench
-    finally:
-        bench.pipeline.close(10)
-        bench.close()
+    with registry.isolated():
+        registry.limited.clear()
+        bench = Bench()
+        try:
+            yield bench
+        finally:
+            bench.pipeline.close(10)
+            bench.close()
 
 
 @contextmanager

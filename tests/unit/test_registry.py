@@ -19,9 +19,8 @@ from tests.ledger import jobs as ledger
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch):
+def _own_registry(forgotten_definitions, monkeypatch):
     """What a test declares is forgotten afterwards."""
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     monkeypatch.setattr(serializers, "_serializers", dict(serializers._serializers))
 
 

@@ -79,6 +79,7 @@ def jobs2(
     sqlite_file: Path,
     sqlite_template: Path,
     tmp_path: Path,
+    forgotten_definitions: None,
     monkeypatch: pytest.MonkeyPatch,
     settings: Any,
 ) -> Iterator[str]:
@@ -87,8 +88,7 @@ def jobs2(
     shutil.copyfile(sqlite_template, path)
     own = connections.configure_settings({"default": sqlite_settings(path)})["default"]
     monkeypatch.setitem(connections.settings, JOBS2, own)
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    monkeypatch.setattr(registry, "limited", {})
+    registry.limited.clear()
     settings.KJO = SEVERAL
     yield JOBS2
     connections[JOBS2].close()

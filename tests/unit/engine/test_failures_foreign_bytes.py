@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kjo_django import registry
 from kjo_django.exceptions import PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import folded
@@ -53,12 +52,11 @@ OURS = {names.JOB_ID, names.SERVICE, names.GENERATION, names.ATTEMPT, names.REPL
         pytest.param("streams", marks=pytest.mark.redis),
     ]
 )
-def queue(request, settings, monkeypatch):
+def queue(request, settings, forgotten_definitions):
     """A queue on each transport."""
     name = request.param
     # PostgreSQL sorts the names of a JSON object.
     request.getfixturevalue("postgres" if name == "memory" else "sqlite_file")
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     own: dict[str, Any] = MEMORY if name == "memory" else {}
     if name == "kafka":
         own = kafka_at(request.getfixturevalue("kafka_server").bootstrap_servers)

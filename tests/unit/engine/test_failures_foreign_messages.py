@@ -10,14 +10,13 @@ import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django import Queue, conf, job, publish_event, registry
+from kjo_django import Queue, job, publish_event, registry
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations import jobs as operations
-from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job
@@ -269,7 +268,7 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
 def test_a_queues_options_hold_for_messages_nobody_enqueued_here(bench_settings):
     """They got five attempts, and results the settings' lifetime."""
     # Given
-    with forgetting(registry._handlers, conf._declared):
+    with registry.isolated():
         queue = Queue("foreign-ones", max_attempts=2, result_ttl=timedelta(seconds=4))
 
         @queue.handler
@@ -291,7 +290,7 @@ def test_a_queues_options_hold_for_messages_nobody_enqueued_here(bench_settings)
 
 @both
 def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(bench_settings):
-    with forgetting(registry._handlers, conf._declared):
+    with registry.isolated():
         queue = Queue("foreign-ones")
         runs: list[int] = []
 

@@ -11,7 +11,7 @@ import pytest
 from django.db import OperationalError
 from django.utils import timezone
 
-from kjo_django import conf, registry
+from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
@@ -23,7 +23,6 @@ from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamPr
 from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.store import store_for
 from kjo_django.store.rows import Publication
-from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, entries, the_job
@@ -49,7 +48,7 @@ class Producer(AbstractStreamProducer[str]):
 @pytest.fixture
 def tasks(bench_settings, monkeypatch):
     """A worker of a stream; tasks fail as often, or with what, ``tasks.failures`` says."""
-    with forgetting(registry._handlers, registry._routes, conf._declared):
+    with registry.isolated():
         failures: dict[str, Any] = {}
 
         class Consumer(AbstractStreamConsumer[str]):

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("real_database")
 
 
 @pytest.fixture
-def bench(real_database, settings, monkeypatch):
-    with benched(settings, monkeypatch) as bench:
+def bench(real_database, settings):
+    with benched(settings) as bench:
         yield bench
 
 

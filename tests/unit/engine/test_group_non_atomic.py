@@ -16,7 +16,6 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.backends.signals import connection_created
 from django.utils import timezone
 
-from kjo_django import registry
 from kjo_django.engine import failures, recorder
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.group import Pipeline
@@ -33,16 +32,11 @@ from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.medium,
-    pytest.mark.usefixtures("real_database"),
+    pytest.mark.usefixtures("real_database", "forgotten_definitions"),
 ]  # threads and waits of a worker, in real time
 AMPLE, SHORT, NEXT_TO_NONE = 600, 0.2, 0.000002
 """Seconds of budget: one nothing exhausts here, one a sleep does, one everything does."""
 GONE = OperationalError("server closed the connection unexpectedly")
-
-
-@pytest.fixture(autouse=True)
-def _declared(real_database, monkeypatch):
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ MEMORY = {
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, monkeypatch):
+def _configured(settings, forgotten_definitions):
     settings.KJO = {
         "TRANSPORTS": {"default": MEMORY},
         "QUEUES": {
@@ -39,7 +39,6 @@ def _configured(settings, monkeypatch):
         },
         "MAX_PAYLOAD_BYTES": 100,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     get_transport().clear()
 
 
@@ -149,14 +148,14 @@ class Hopeless(Exception):
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), RecursionError("too deep"), Hopeless()])
-def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, monkeypatch, error):
+def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, error):
     class Route(registry.Route):
         def read(self, record, *, max_bytes):
             if record.value == b"bad":
                 raise error
             return super().read(record, max_bytes=max_bytes)
 
-    monkeypatch.setitem(registry._routes, "ledger", Route())
+    registry.bind("ledger", Route())
     publish(b"bad", b"{}", partition=0)
     make().start()
     first = lanes.take(timeout=PATIENCE)

@@ -14,7 +14,7 @@ import uuid
 
 import pytest
 
-from kjo_django import job, registry
+from kjo_django import job
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import RefusedRecord
 from kjo_django.engine.poller import plan_fetch
@@ -29,7 +29,10 @@ from tests.unit.deliveries import Silent
 from tests.unit.workers import Configure, Noting, Turns
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
+pytestmark = [
+    pytest.mark.medium,  # threads and waits of a worker, in real time
+    pytest.mark.usefixtures("forgotten_definitions"),
+]
 
 PROMISED = 1.0
 """Seconds until a job of an idle queue begins, whatever others do."""
@@ -44,11 +47,6 @@ REDIS_STREAMS = pytest.param("redis_streams", marks=pytest.mark.redis)
 )
 def transport(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def _declarations(monkeypatch):
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.medium  # threads and waits of a worker, in real time
 
 
 @pytest.fixture
-def bench(sqlite_file, settings, monkeypatch):
-    with benched(settings, monkeypatch) as bench:
+def bench(sqlite_file, settings):
+    with benched(settings) as bench:
         yield bench
 
 

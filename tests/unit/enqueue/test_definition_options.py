@@ -22,10 +22,8 @@ pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("transport")]
 
 
 @pytest.fixture
-def queue():
-    yield (queue := Queue("optional"))
-    registry.unregister(queue.job_type)
-    conf._declared.pop(queue.name, None)
+def queue(forgotten_definitions):
+    return Queue("optional")
 
 
 @pytest.mark.parametrize(

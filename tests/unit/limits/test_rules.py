@@ -17,12 +17,11 @@ from kjo_django.limits.rules import Limit, limits_of
 from kjo_django.models import LimitControl
 from kjo_django.runtime import current_runtime
 from kjo_django.values import Rate, rate
-from tests.declarations import forgetting
 
 
 @pytest.fixture(autouse=True)
 def _declared() -> Any:
-    with forgetting(registry._handlers, registry.limited):
+    with registry.isolated():
         yield
 
 

@@ -25,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("real_database")
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, real_database, monkeypatch):
+def _configured(settings, real_database, forgotten_definitions):
     settings.KJO = {**KJO, "OPERATIONS_QUEUE": "ledger"}
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 def context(**facts) -> JobContext:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django import job, registry
+from kjo_django import job
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
 from kjo_django.operations import dead_letters, fingerprints, jobs, rows
@@ -454,11 +454,10 @@ def test_groups_are_those_of_the_newest_letters_and_of_the_selection(monkeypatch
 
 @pytest.mark.parametrize("keys", [MEMORY, {}], ids=["memory", "database"])
 def test_different_errors_of_one_place_are_two_groups_and_replayed_apart(
-    keys, settings, monkeypatch
+    keys, settings, forgotten_definitions
 ):
     # Given a handler with one place that raises for every answer of its bank
     settings.KJO = KJO | keys
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
     @job(name="tests.charge", queue="ledger", max_attempts=1)
     def charge(answer: str) -> None:

@@ -10,7 +10,6 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from kjo_django import registry
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import bulk, dead_letters, jobs, rescheduling
 from kjo_django.operations.actions import TABLE, Subject
@@ -25,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("real_database")
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, real_database, monkeypatch):
+def _configured(settings, real_database, forgotten_definitions):
     settings.KJO = {**KJO, "OPERATIONS_QUEUE": "ledger"}
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 def user_with(*codenames: str, **facts) -> User:

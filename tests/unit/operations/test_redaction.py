@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kjo_django import job, registry
+from kjo_django import job
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import DeadLetter, Job
@@ -24,10 +24,7 @@ from kjo_django.operations.redaction import (
 from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory
 from tests.unit.deliveries import as_job
 
-
-@pytest.fixture(autouse=True)
-def _configured(monkeypatch):
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+pytestmark = pytest.mark.usefixtures("forgotten_definitions")
 
 
 def build(value, **columns) -> Job:

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
@@ -25,9 +24,8 @@ LATER = NOW + timedelta(hours=2)
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, monkeypatch):
+def _configured(settings, forgotten_definitions):
     settings.KJO = {**settings.KJO, "QUEUES": {"emails": {}, "images": {}}}
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 def found(text: str) -> set[str]:

@@ -29,8 +29,8 @@ STATUS = psycopg.pq.TransactionStatus
 
 
 @pytest.fixture
-def bench(settings, monkeypatch, postgres) -> Iterator[Bench]:
-    with benched(settings, monkeypatch) as bench:
+def bench(settings, postgres) -> Iterator[Bench]:
+    with benched(settings) as bench:
         yield bench
 
 

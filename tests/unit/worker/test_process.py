@@ -19,7 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connection
 from django.utils import timezone
 
-from kjo_django import job, registry, signals
+from kjo_django import job, signals
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name
 from kjo_django.engine.group import Pipeline
@@ -65,7 +65,7 @@ def transport(request):
 
 
 @pytest.fixture(autouse=True)
-def _configured(request, settings, sqlite_file, monkeypatch):
+def _configured(request, settings, sqlite_file, forgotten_definitions):
     has_transport = "transport" in request.fixturenames
     kind = request.getfixturevalue("transport") if has_transport else "database"
     settings.KJO = {
@@ -78,7 +78,6 @@ def _configured(request, settings, sqlite_file, monkeypatch):
         "SHUTDOWN_GRACE": 5,
         "CONCURRENCY": 3,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 def finished() -> bool:

@@ -7,7 +7,6 @@ import threading
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import registry
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
 from kjo_django.operations.maintenance import topics
@@ -19,7 +18,7 @@ from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, sqlite_file, monkeypatch):
+def _configured(settings, sqlite_file, forgotten_definitions):
     settings.KJO = {
         **KJO,
         "TRANSPORTS": {
@@ -30,7 +29,6 @@ def _configured(settings, sqlite_file, monkeypatch):
         "POLL_INTERVAL": 0.2,
         "HEARTBEAT_INTERVAL": 0.2,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
 
 
 class Silence:

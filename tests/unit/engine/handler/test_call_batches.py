@@ -36,12 +36,11 @@ def transport(request):
 
 
 @pytest.fixture
-def bench(request, settings, monkeypatch):
+def bench(request, settings, forgotten_definitions):
     database = "real_database" if "real_database" in request.fixturenames else "sqlite_file"
     request.getfixturevalue(database)
     on_database = "transport" in request.fixturenames and request.getfixturevalue("transport")
     settings.KJO = KJO | ({} if on_database == "database" else MEMORY)
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     bench = Bench()
     yield bench
     bench.close()

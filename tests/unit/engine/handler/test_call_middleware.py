@@ -147,9 +147,8 @@ def named(*middleware) -> list[str]:
 
 
 @pytest.fixture
-def surrounded(sqlite_file, settings, monkeypatch):
+def surrounded(sqlite_file, settings, forgotten_definitions):
     """A worker whose handlers are surrounded by some middleware."""
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     seen.clear()
     benches = []
 
@@ -362,7 +361,8 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_the_checks_and_at_run_time(surrounded, case):
     function, options, middleware, why = REFUSED[case]
     bench = surrounded(*middleware)
-    registry._handlers.clear()
+    for declared in registry.handlers():
+        registry.unregister(declared.name)
     as_job(function, **options).enqueue(job="a")
     (found,) = check_settings()
     assert found.id == "kjo.E014"

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 
-from kjo_django import registry
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler.connections import freshen_connections
 from kjo_django.exceptions import HandlerTimeout
@@ -454,11 +453,10 @@ def test_what_a_handler_changes_in_a_session_of_another_database_no_other_finds_
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_drain_in_a_test_tells_of_it_too(settings, monkeypatch, atomic):
+def test_a_drain_in_a_test_tells_of_it_too(settings, forgotten_definitions, atomic):
     """In the test's own transaction, which stays as it is."""
     # Given
     settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     depth = len(connection.atomic_blocks)
 
     def leave(job: str) -> None:

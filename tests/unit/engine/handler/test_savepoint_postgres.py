@@ -198,8 +198,8 @@ def test_what_must_go_alone_comes_after_a_savepoint_of_its_own(handler_first, se
 
 
 @pytest.fixture
-def bench(settings, monkeypatch, postgres) -> Iterator[Bench]:
-    with benched(settings, monkeypatch) as bench:
+def bench(settings, postgres) -> Iterator[Bench]:
+    with benched(settings) as bench:
         yield bench
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django import BatchItem, registry
+from kjo_django import BatchItem
 from kjo_django.engine.handler import timeouts
 from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.ledger.jobs import write
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _configured(settings, real_database, monkeypatch):
+def _configured(settings, real_database, forgotten_definitions, monkeypatch):
     settings.KJO = {
         **KJO,
         **MEMORY,
@@ -34,7 +34,6 @@ def _configured(settings, real_database, monkeypatch):
         "BACKOFF_BASE": 0.05,
         "SHUTDOWN_GRACE": 5,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     monkeypatch.setattr(timeouts, "HUNG_AFTER", 0.5)
 
 

@@ -14,7 +14,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import IntegrityError, OperationalError, transaction
 
-from kjo_django import PermanentError, registry
+from kjo_django import PermanentError
 from kjo_django.clock import Clock
 from kjo_django.engine import recorder
 from kjo_django.engine.attempt import Delivery, Mode
@@ -41,7 +41,7 @@ def transport(request):
 
 
 @pytest.fixture
-def configured(request, settings, monkeypatch):
+def configured(request, settings, forgotten_definitions):
     database = "real_database" if "real_database" in request.fixturenames else "sqlite_file"
     request.getfixturevalue(database)
     on_database = "transport" in request.fixturenames and request.getfixturevalue("transport")
@@ -54,7 +54,6 @@ def configured(request, settings, monkeypatch):
         "SHUTDOWN_GRACE": 5,
         "CONCURRENCY": 2,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     return settings
 
 
