@@ -356,10 +356,13 @@ def isolated() -> Iterator[None]:
 
     Handlers with their limits, handlers of events, items and streams, and queues declared in code
     are restored: what was declared before can be used within the block, and is there again after
-    it, whatever replaced it meanwhile. Blocks can be nested, and ``@isolated()`` is for a whole
-    function. Hooks of ``enqueue_on_save`` stay connected, and serializers stay known.
+    it, whatever replaced it meanwhile. Blocks can be nested; ``@isolated()`` is for a whole
+    function that is no coroutine. Hooks of ``enqueue_on_save`` stay connected, and serializers stay
+    registered.
 
-    A process has one set of declarations, so a worker in a thread has to end within the block.
+    A process has one set of declarations. So a worker in a thread has to end within the block, and
+    modules with a project's jobs have to be imported before it: a module that is imported for the
+    first time within the block declares its jobs only there.
     """
     own = [route.handlers for route in _routes.values()]
     with restoring(_handlers, _own, limited, _routes, *own):

@@ -37,7 +37,7 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     ),
     "testing functions": (
         "kjo_django.testing all_enqueued assert_enqueued refute_enqueued perform run_job drain "
-        "Drained DrainedRun immediate",
+        "Drained DrainedRun immediate isolated",
     ),
 }
 """By the name of a block: a module and what is described of it, in the order of the page."""

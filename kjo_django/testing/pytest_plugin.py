@@ -30,6 +30,15 @@ def immediate_jobs(db: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def isolated_jobs() -> Iterator[None]:
+    """``kjo_django.testing.isolated`` for the whole test."""
+    from kjo_django.testing import isolated
+
+    with isolated():
+        yield
+
+
+@pytest.fixture
 def enqueued_jobs(db: None) -> Callable[..., Any]:
     """``kjo_django.testing.all_enqueued``, with the database."""
     from kjo_django.testing import all_enqueued

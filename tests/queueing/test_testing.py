@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import unittest
 import uuid
 from datetime import date, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from kjo_django.testing import (
     refute_enqueued,
     run_job,
 )
+from tests.docs.test_docs import FENCE
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import kafka_at
@@ -238,6 +241,25 @@ def test_a_queue_is_drained(images: Queue) -> None:
     assert images.get_result("a") == b"cba"
 
 
+# --- Jobs of the test's own -----------------------------------------------------------------------
+
+
+def test_the_test_of_the_page_passes_and_leaves_no_job(db: None) -> None:
+    # Given
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "testing.md"
+    (code,) = (code for _, _, code in FENCE.findall(page.read_text()) if "isolated" in code)
+    names: dict[str, Any] = {"__name__": "shop.tests"}
+    exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
+    # When
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(names["RetryTests"])
+    result = unittest.TestResult()
+    suite.run(result)
+    # Then
+    assert result.errors + result.failures == []
+    assert result.testsRun == 1
+    assert registry.find("tests.fail") is None
+
+
 # --- The plugin -----------------------------------------------------------------------------------
 
 PLUGIN_TEST = """
@@ -258,6 +280,14 @@ def test_worker(job_worker):
     from tests.queueing.jobs import ledger
     job_worker("ledger")
     assert ledger.enqueue_and_wait("a", {}) == {"id": "a", "attempts": 1}
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_isolated(isolated_jobs, time):
+    from kjo_django import job, registry
+
+    assert registry.find("tests.only_here") is None
+    job(name="tests.only_here")(lambda: None)
 """
 
 
@@ -267,7 +297,6 @@ def test_the_pytest_plugin(tmp_path: Any) -> None:
     import os
     import subprocess
     import sys
-    from pathlib import Path
 
     root = Path(__file__).resolve().parents[2]
     file = tmp_path / "test_plugin.py"
@@ -286,4 +315,4 @@ def test_the_pytest_plugin(tmp_path: Any) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "2 passed" in done.stdout
+    assert "4 passed" in done.stdout

@@ -11,7 +11,8 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
-from kjo_django import job, registry
+from kjo_django import Queue, event_handler, job, registry
+from kjo_django.conf import get_settings
 from kjo_django.messages import serializers
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.values import signature_of
@@ -262,3 +263,88 @@ def test_using_returns_a_copy_and_refuses_unknown_options():
     assert ledger.write.options.delay is None
     with pytest.raises(TypeError, match=r"no option 'dealy'"):
         ledger.write.using(dealy=1)
+
+
+# --- Declared for a test --------------------------------------------------------------------------
+
+
+def test_what_is_declared_in_isolation_is_forgotten():
+    before = registry.handlers()
+    # When
+    with registry.isolated():
+        job(name="tests.limited", queue="tests.queue", rate="5/s")(lambda: None)
+        own = registry.Handler(print, registry.HandlerOptions(name="tests.own"))
+        registry.register(own, is_own=True)
+        registry.bind("tests.queue", route := registry.Route())
+        # Then it can be used
+        assert registry.find("tests.limited") in registry.handlers()
+        assert "tests.limited" in registry.limited
+        assert registry.find("tests.own") is own
+        assert registry.route_of("tests.queue") is route
+    # And is gone
+    assert registry.handlers() == before
+    assert "tests.limited" not in registry.limited
+    assert registry.find("tests.own") is None
+    assert registry.route_of("tests.queue") is registry.JOBS
+
+
+def test_a_queue_that_is_declared_in_isolation_has_no_options_after_it():
+    with registry.isolated():
+        Queue("tests.queue", concurrency=7)
+        assert get_settings().queue("tests.queue").concurrency == 7
+        assert "tests.queue" in registry.queue_names()
+    assert get_settings().queue("tests.queue").concurrency != 7
+    assert "tests.queue" not in registry.queue_names()
+
+
+def test_what_was_declared_before_is_there_in_isolation_and_again_after_it():
+    with pytest.raises(ZeroDivisionError), registry.isolated():
+        # Given
+        assert registry.find("ledger.write") is ledger.write.handler
+        # When a test takes it away, replaces it, and fails
+        registry.unregister("ledger.write")
+        job(name="ledger.write")(lambda job: None)
+        raise ZeroDivisionError
+    # Then
+    assert registry.find("ledger.write") is ledger.write.handler
+
+
+def test_isolation_within_isolation_forgets_its_own_only():
+    with registry.isolated():
+        job(name="tests.outer")(lambda: None)
+        with registry.isolated():
+            job(name="tests.inner")(lambda: None)
+        assert registry.find("tests.outer") is not None
+        assert registry.find("tests.inner") is None
+    assert registry.find("tests.outer") is None
+
+
+def test_a_function_is_isolated_each_time_it_is_called():
+    @registry.isolated()
+    def declare():
+        assert registry.find("tests.again") is None
+        job(name="tests.again")(lambda: None)
+
+    declare()
+    declare()
+    assert registry.find("tests.again") is None
+
+
+def test_handlers_of_events_are_forgotten_with_their_topics_and_without():
+    with registry.isolated():
+        # Given a topic with a handler
+        event_handler("order.placed", topic="tests.orders")(lambda event: None)
+        route = registry.route_of("tests.orders")
+        with registry.isolated():
+            # When it gets another one, and another topic its first
+            event_handler("order.paid", topic="tests.orders")(lambda event: None)
+            event_handler("mail.sent", topic="tests.mails")(lambda event: None)
+            assert [*route.handlers] == ["order.placed", "order.paid"]
+        # Then
+        assert [*route.handlers] == ["order.placed"]
+        assert registry.route_of("tests.orders") is route
+        assert registry.route_of("tests.mails") is registry.JOBS
+        # And both can be declared again
+        event_handler("mail.sent", topic="tests.mails")(lambda event: None)
+        assert [*registry.route_of("tests.mails").handlers] == ["mail.sent"]
+        assert registry.route_of("tests.mails-retry") is registry.route_of("tests.mails")
