@@ -1,8 +1,8 @@
 """No verdict of a test depends on how quick the machine is.
 
-No test asserts that little real time has passed, unless it is marked ``long`` or in
-``tests/benchmarks``; each waits by ``tests.waiting.wait_until``, or as long as that does; a sleep
-says what it is for.
+No test asserts that little real time has passed, unless it is marked ``long``; what
+``tests/benchmarks`` measures with may. Each waits by ``tests.waiting.wait_until``, or as long as
+that does; a sleep says what it is for.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ pytestmark = pytest.mark.small  # reads files
 
 TESTS = Path(__file__).resolve().parents[1]
 NOT_HELD = ("benchmarks",)
-"""Folders that are about real time."""
+"""Folders that are about real time, but for the tests in them."""
 
 
 def found() -> dict[str, list[str]]:
     """Return the findings in each module that has any, by its path in the tests."""
     modules = {path.relative_to(TESTS): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
-    held = {name: text for name, text in modules.items() if name.parts[0] not in NOT_HELD}
+    held = {name: text for name, text in modules.items() if is_held(name)}
     measuring = measuring_functions(held.values())
     return {
         name.as_posix(): [str(each) for each in all_of_it]
         for name, text in held.items()
         if (all_of_it := findings(text, measuring))
     }
+
+
+def is_held(name: Path) -> bool:
+    return name.parts[0] not in NOT_HELD or name.name.startswith("test_")
 
 
 def test_no_verdict_depends_on_how_quick_the_machine_is() -> None:

@@ -1,64 +1,18 @@
-"""What seed 1 asks of Kafka's clients and topics, and a pause that outlives its partition."""
+"""A transport that is away is tried again, and a pause may outlive its partition."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
-from kjo_django.operations.maintenance import topics
 from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
-from kjo_django.transports.kafka.clients import KafkaOptions
 from tests.clocks import SetClock
 from tests.unit.deliveries import Silent
-
-ROOT = Path(__file__).resolve().parents[3]
-OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("acks", "all"),  # KJO-24
-        ("delivery.timeout.ms", 30_000),  # KJO-25
-        ("enable.idempotence", True),  # KJO-26, X-3
-        ("partitioner", "murmur2_random"),  # KJO-101
-    ],
-)
-def test_producers(key, value):
-    assert OPTIONS.producer()[key] == value
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("group.id", "email-processors"),  # KJO-49
-        ("session.timeout.ms", 30_000),  # KJO-50
-        ("heartbeat.interval.ms", 3_000),  # KJO-51
-        ("max.partition.fetch.bytes", 1_048_576),  # KJO-52
-        ("enable.auto.commit", False),  # KJO-F14
-        ("allow.auto.create.topics", False),  # X-8
-    ],
-)
-def test_consumers(key, value):
-    assert OPTIONS.consumer("email-processors")[key] == value
-
-
-def test_the_production_profile_of_the_documentation():
-    """KJO-97, KJO-98, KJO-F16: it is read without complaint, and survives a broker."""
-    page = (ROOT / "docs" / "how-to" / "template-producers-and-consumers.md").read_text()
-    (source,) = re.findall(r"topic_options = (\{.*?\n\})", page, re.DOTALL)
-    options, errors, warnings = topics.read_options(eval(source), "here")
-    assert errors == warnings == []
-    assert (options.partitions, options.replication_factor) == (4, 3)
-    assert options.config["compression.type"] == "gzip"
-    assert options.config["retention.ms"] == "604800000"
 
 
 class Subscription(Silent):
@@ -158,17 +112,3 @@ def test_an_outage_after_good_times_begins_with_1_s_again(poller, time_passes, m
     time_passes.seconds += 200
     # Then
     assert poller.step() == 1
-
-
-def test_the_clients_own_reconnecting_is_passed_through():
-    """KJO-53: to every kind of client, untouched; librdkafka's own unless given."""
-    given = {"reconnect.backoff.ms": 1000, "reconnect.backoff.max.ms": 30_000}
-    options = KafkaOptions(
-        "default", {"bootstrap.servers": "nowhere:1", **given, "retries": 10, "retry.backoff.ms": 1}
-    )
-    for config in (options.producer(), options.consumer("group"), options.admin()):
-        assert given.items() <= config.items()
-        assert config["retry.backoff.ms"] == 1
-    assert options.producer()["retries"] == 10
-    assert "retries" not in options.consumer("group")
-    assert not given.keys() & OPTIONS.consumer("group").keys()

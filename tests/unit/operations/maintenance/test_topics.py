@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
@@ -205,3 +208,15 @@ def test_a_transport_without_topics_of_its_own_needs_none(settings):
     assert [report.name for report in topics.plan(["emails"])] == ["emails"]
     assert all(report.is_ok for report in topics.plan(["emails"]))
     assert topics.ensure_topics(["emails"]) == topics.create(["emails"]) == []
+
+
+def test_the_production_profile_of_the_documentation():
+    """KJO-97, KJO-98, KJO-F16: it is read without complaint, and survives a broker."""
+    root = Path(__file__).resolve().parents[4]
+    page = (root / "docs" / "how-to" / "template-producers-and-consumers.md").read_text()
+    (source,) = re.findall(r"topic_options = (\{.*?\n\})", page, re.DOTALL)
+    options, errors, warnings = topics.read_options(eval(source), "here")
+    assert errors == warnings == []
+    assert (options.partitions, options.replication_factor) == (4, 3)
+    assert options.config["compression.type"] == "gzip"
+    assert options.config["retention.ms"] == "604800000"
