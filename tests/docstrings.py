@@ -162,6 +162,8 @@ def signature(name: str, function: Callable[..., Any]) -> Iterator[str]:
     yield "```python"
     if isinstance(function, classmethod):
         yield "@classmethod"
+    if inspect.isgeneratorfunction(getattr(plain, "__wrapped__", None)):
+        yield "@contextmanager"
     if len(line) <= LINE_LENGTH:
         yield line
     else:
