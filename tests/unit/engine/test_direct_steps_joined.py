@@ -24,7 +24,7 @@ from tests.unit.steps import KJO, MEMORY, Steps
 @pytest.fixture(
     params=["sqlite_file", pytest.param("postgres", marks=pytest.mark.postgres)], autouse=True
 )
-def _database(request: pytest.FixtureRequest, settings: Any) -> None:
+def _store_and_relay(request: pytest.FixtureRequest, settings: Any) -> None:
     """Each store, with a transport that needs the relay."""
     request.getfixturevalue(request.param)
     # However slow the machine is.

@@ -23,27 +23,11 @@ from kjo_django.operations.jobs import cancel_one
 from kjo_django.round_trips import GroupBudget
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, statements, states
+from tests.unit.deliveries import as_job, entries, statements, states
 from tests.unit.engine.test_scheduler import delivery
 
 both = pytest.mark.usefixtures("real_database")
 EVERY_WAY = pytest.mark.parametrize("is_atomic", [True, False], ids=["atomic", "outside"])
-
-
-@pytest.fixture(params=["memory", "database"])
-def transport(request):
-    return request.param
-
-
-@pytest.fixture
-def bench(request, settings, forgotten_definitions):
-    database = "real_database" if "real_database" in request.fixturenames else "sqlite_file"
-    request.getfixturevalue(database)
-    on_database = "transport" in request.fixturenames and request.getfixturevalue("transport")
-    settings.KJO = KJO | ({} if on_database == "database" else MEMORY)
-    bench = Bench()
-    yield bench
-    bench.close()
 
 
 def names(count: int) -> list[dict[str, object]]:
