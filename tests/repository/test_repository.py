@@ -86,6 +86,17 @@ def test_nothing_is_left_to_do_later() -> None:
     ]
 
 
+def test_no_test_changes_by_itself_what_is_declared() -> None:
+    """``registry.isolated()`` undoes declarations."""
+    stores = re.compile(r"\b(registry|conf)(\._|, \"_)(handlers|own|routes|declared|queue_cache)\b")
+    assert not [
+        str(path)
+        for path in files()
+        if path.is_relative_to(ROOT / "tests") and path.suffix == ".py"
+        if stores.search(path.read_text())
+    ]
+
+
 def test_the_readme_has_the_two_lines() -> None:
     assert len(set_up_lines(" manage.py demo")) == 1
     assert len(set_up_lines(" -m tests")) == 1
