@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 from django.test import Client
 from django.utils import translation
 
-from kjo_django import registry
+from kjo_django import conf, registry
 from kjo_django.admin.dashboard import screens
 from kjo_django.models import Job
 from tests import catalogues
 from tests.catalogues import LANGUAGES
 from tests.dashboard.conftest import url
 from tests.dashboard.test_widths import ERROR, QUEUE, address_of, long_names
+from tests.declarations import forgetting
 from tests.factories import JobFactory
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -93,15 +95,9 @@ def shown(page: str) -> list[str]:
 
 
 @pytest.fixture
-def marked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A language in which each text of ours stands between brackets, and no handler but those of
-    the project: others that tests of this process have declared may be called anything."""
-    of_apps = {
-        handler.name: handler
-        for handler in registry.handlers()
-        if handler.function.__module__.startswith(("tests.ledger", "kjo_django"))
-    }
-    monkeypatch.setattr(registry, "_handlers", of_apps)
+def marked(settings: Any, tmp_path: Path) -> Iterator[None]:
+    """A language in which each text of ours stands between brackets, and no handler or queue but
+    those of the project: others that tests of this process have declared may be called anything."""
     texts = {
         msgid if plural is None else f"{msgid}\0{plural}": (
             f"⟦{msgid}⟧" if plural is None else f"⟦{msgid}⟧\0⟦{plural}⟧"
@@ -112,6 +108,14 @@ def marked(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     catalogues.write_mo(file, texts, "nplurals=2; plural=(n != 1);")
     settings.LOCALE_PATHS = [tmp_path]
     settings.LANGUAGE_CODE = "eo"
+    with forgetting(registry._handlers, registry._routes, conf._declared):
+        for name, handler in list(registry._handlers.items()):
+            if not handler.function.__module__.startswith(("tests.ledger", "kjo_django")):
+                del registry._handlers[name]
+        registry._routes.clear()
+        conf._declared.clear()
+        conf._queue_cache.clear()
+        yield
 
 
 def test_every_text_of_every_screen_is_translated(
