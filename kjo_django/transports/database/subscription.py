@@ -455,11 +455,12 @@ class DatabaseSubscription(LeasedSubscription):
         adapted = connection.ops.adapt_datetimefield_value(now)
         with connection.cursor() as cursor:
             places = ", ".join(["%s"] * len(topics))
-            cursor.execute(_NEXT.format(topics=places), [self._group, *topics, adapted])
-            found = cursor.fetchone()
+            free = [self._group, *topics, adapted]
+            cursor.execute(_NEXT.format(topics=places), [*free, adapted, *free])
+            (at,) = cursor.fetchone()
         seconds = math.inf
-        if found is not None:
-            (at,) = found
+        if at is not None:
+            at = datetime.fromisoformat(at) if isinstance(at, str) else at  # SQLite has texts
             at = at if at.tzinfo is not None else at.replace(tzinfo=connection.timezone)
             seconds = (at - now).total_seconds()
         if seconds <= 0:
@@ -805,13 +806,17 @@ def count_lag(
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
 
 
-_NEXT = """
-SELECT available_at FROM kjo_transport_message
-WHERE consumer_group = %s AND topic IN ({topics})
-    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
-ORDER BY available_at LIMIT 1
-"""
-"""When the first of the rows that nobody holds is due, or was."""
+_FREE_ROWS = """
+FROM kjo_transport_message WHERE consumer_group = %s AND topic IN ({topics})
+    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)"""
+"""Rows that nobody holds."""
+_NEXT = f"""
+SELECT COALESCE(
+    (SELECT available_at {_FREE_ROWS} AND available_at <= %s LIMIT 1),
+    (SELECT MIN(available_at) {_FREE_ROWS})
+)"""
+"""When one of these rows was due, and otherwise when the first of them will be. The first that is
+due ends the search: only where none is are all of them read."""
 _DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s
