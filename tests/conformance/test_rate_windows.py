@@ -143,7 +143,7 @@ def test_what_is_known_is_as_old_as_what_is_read(
     assert recalled is not None
     # The server's time is this at least, and at most later by what the answer took.
     assert recalled.now == told + timedelta(seconds=1.0)
-    assert recalled.later == pytest.approx(0.02)
+    assert recalled.at - recalled.latest_at == pytest.approx(0.02)
 
 
 def test_what_is_known_of_the_quickest_readings_makes_the_time_more_certain(
@@ -170,8 +170,10 @@ def test_what_is_known_of_the_quickest_readings_makes_the_time_more_certain(
     slow[0] = 0.004
     last = process._read(paces)
     # Then at first its time is known to within the whole of a call, later to what is out of turn
-    assert first.later == pytest.approx(0.02)
-    assert clock.now() - last.now == timedelta(seconds=0) and last.later == pytest.approx(0.004)
+    assert first.at - first.latest_at == pytest.approx(0.02)
+    assert clock.now() - last.now == timedelta(
+        seconds=0
+    ) and last.at - last.latest_at == pytest.approx(0.004)
 
 
 def test_so_many_rates_are_remembered_and_no_more(
