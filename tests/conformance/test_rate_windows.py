@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from django.db import connections
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from kjo_django.coordination.database import windows
 from kjo_django.coordination.database.windows import RateWindows, stored_name
 from kjo_django.coordination.starts import Ask, Pace, Used, part_of
 from kjo_django.models import RateWindow
 from kjo_django.store import store_for
-from tests.clocks import SetClock
+from tests.clocks import SetClock, set_now
 
 MOST = 10
 
@@ -98,6 +99,27 @@ def test_the_servers_time_is_read_again_after_some_seconds(alias: str, ask: Ask)
     with CaptureQueriesContext(connections[alias]) as queries:
         assert given(process, ask)
     assert len(queries) > 1
+
+
+@pytest.mark.parametrize("minutes", [30, -30, 600, -600])
+def test_a_host_whose_clock_is_set_starts_no_more_and_no_fewer_than_may(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """What a process remembers of the server's time goes by the monotonic clock."""
+    store = store_for(alias)
+    if abs(minutes) > 60 and not store.has_clock:
+        pytest.skip("the host's clock is the only one, and the hour is over by it or to come")
+    # Given a process that has read the server's time lately
+    process = RateWindows(store)
+    for _ in range(3):
+        assert given(process, ask)
+    # When the clock of its host is set
+    now = timezone.now
+    set_now(monkeypatch, lambda: now() + timedelta(minutes=minutes))
+    # Then it goes on counting, and so does one that reads the time only then
+    starts = [bool(given(process, ask)) for _ in range(MOST)]
+    assert starts == [True] * (MOST - 3) + [False] * 3
+    assert not given(RateWindows(store), ask)
 
 
 @pytest.mark.parametrize(("took", "is_recalled"), [(0.4, True), (0.6, False)])
