@@ -361,7 +361,7 @@ class ReconnectingListener(Listener):
                 return set(), self._is_woken_within(min(self._retry_at, deadline) - now)
             self._connection = self._connect()
             self._failures = 0
-            self._tell(is_connected=True)
+            self._report_connection(is_connected=True)
             return set(self._channels), False
         # First what the client or TLS has read ahead: the socket is not readable for that.
         if called := self._heard(connection):
@@ -375,13 +375,13 @@ class ReconnectingListener(Listener):
         """Drop the connection, and let some time pass before another one is made."""
         if self._failures == 0:
             logger.warning("Lost the listening connection to %s: %s", self._server, error)
-            self._tell(is_connected=False)
+            self._report_connection(is_connected=False)
         self._drop_connection()
         pause = min(_LONGEST_RETRY, 0.1 * 2.0**self._failures)
         self._failures += 1
         self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
 
-    def _tell(self, *, is_connected: bool) -> None:
+    def _report_connection(self, *, is_connected: bool) -> None:
         if self.on_connection is not None:
             self.on_connection(is_connected)
 
