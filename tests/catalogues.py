@@ -85,7 +85,7 @@ def _of_code(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
         texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         if node.func.id in ONE and texts:
             yield texts[0], None
-        elif node.func.id in MANY:
+        elif node.func.id in MANY and texts:
             yield texts[0], texts[1]
 
 

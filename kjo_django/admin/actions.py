@@ -54,7 +54,7 @@ def show_report(show: Show, action: Action, report: Report) -> None:
         return _show_replay(show, action, report)
     count = report.changed_count
     if count or not report.counts:
-        show(str(action.done % count), messages.SUCCESS if count else messages.WARNING)
+        show(action.done(count), messages.SUCCESS if count else messages.WARNING)
     for result, number in report.counts.items():
         # Rows that were so already have the same outcome, and did not change.
         left = number - count if result == action.result else number
@@ -65,7 +65,7 @@ def show_report(show: Show, action: Action, report: Report) -> None:
 
 def _show_replay(show: Show, action: Action, report: ReplayReport) -> None:
     count = report.replayed
-    show(str(action.done % count), messages.SUCCESS if count else messages.WARNING)
+    show(action.done(count), messages.SUCCESS if count else messages.WARNING)
     for reason, refused in report.refused.items():
         text = str(_("%(count)d refused: %(reason)s."))
         show(text % {"count": refused, "reason": translated(reason)}, messages.WARNING)

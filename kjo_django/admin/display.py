@@ -14,7 +14,7 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext
+from django.utils.translation import gettext_lazy, ngettext
 
 import kjo_django
 from kjo_django.exceptions import KjoError
@@ -24,6 +24,7 @@ from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.safe_text import inert, is_active
 from kjo_django.runtime import jobs_database
+from kjo_django.schedules.shown import ScheduleState
 from kjo_django.states import JobState, JobStatus
 
 MAX_TEXT = 10_000
@@ -32,6 +33,14 @@ MAX_LISTED = 4_000
 """Bytes; the arguments of a longer payload are not read for a list."""
 MAX_ARGUMENT, MAX_ARGUMENTS = 40, 120
 """Characters of one argument, and of all arguments, on one line."""
+SCHEDULE_BADGES = {
+    ScheduleState.ACTIVE: ("alive", gettext_lazy("Active")),
+    ScheduleState.PAUSED: ("paused", gettext_lazy("Paused")),
+    ScheduleState.BROKEN: ("failed", gettext_lazy("Broken")),
+    ScheduleState.ENDED: ("completed", gettext_lazy("Ended")),
+    ScheduleState.DISABLED: ("stopped", gettext_lazy("Disabled")),
+}
+"""The badge of each state of a schedule."""
 
 TRACEBACK_HEAD = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<path>[^"]*)", line \d+')

@@ -11,9 +11,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django.admin.base import KjoAdmin
-from kjo_django.admin.dashboard.page import address_name
-from kjo_django.admin.dashboard.schedules import STATES
-from kjo_django.admin.display import badge, show_value
+from kjo_django.admin.display import SCHEDULE_BADGES, badge, show_value
 from kjo_django.models import Schedule
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
@@ -51,7 +49,7 @@ class ScheduleAdmin(KjoAdmin):
         self, request: HttpRequest, form_url: str = "", extra_context: Any = None
     ) -> HttpResponse:
         """Lead to the dashboard's form."""
-        place = f"admin:{address_name('schedule_add')}"
+        place = "admin:kjo_django_dashboard_schedule_add"
         return HttpResponseRedirect(reverse(place, current_app=self.admin_site.name))
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
@@ -77,7 +75,7 @@ class ScheduleAdmin(KjoAdmin):
     @admin.display(description=_("state"))
     def shown_state(self, schedule: Schedule) -> SafeString:
         """Return the badge of its state."""
-        return badge(*STATES[shown.state_of(schedule)])
+        return badge(*SCHEDULE_BADGES[shown.state_of(schedule)])
 
     @admin.display(description=_("problem"))
     def shown_problem(self, schedule: Schedule) -> str:

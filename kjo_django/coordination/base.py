@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -63,6 +63,10 @@ FIRST_CLAIM = Claim(True, 1)
 
 class Listener(abc.ABC):
     """Waits for wake-up calls on some channels. One thread owns it; ``wake`` is thread-safe."""
+
+    on_connection: Callable[[bool], None] | None = None
+    """Called within ``wait``: with False when no call reaches it any more, since its connection was
+    lost, and with True when it has another one."""
 
     @abc.abstractmethod
     def wait(self, timeout: float) -> set[str]:
@@ -357,6 +361,7 @@ class ReconnectingListener(Listener):
                 return set(), self._is_woken_within(min(self._retry_at, deadline) - now)
             self._connection = self._connect()
             self._failures = 0
+            self._report_connection(is_connected=True)
             return set(self._channels), False
         # First what the client or TLS has read ahead: the socket is not readable for that.
         if called := self._heard(connection):
@@ -370,10 +375,15 @@ class ReconnectingListener(Listener):
         """Drop the connection, and let some time pass before another one is made."""
         if self._failures == 0:
             logger.warning("Lost the listening connection to %s: %s", self._server, error)
+            self._report_connection(is_connected=False)
         self._drop_connection()
         pause = min(_LONGEST_RETRY, 0.1 * 2.0**self._failures)
         self._failures += 1
         self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+
+    def _report_connection(self, *, is_connected: bool) -> None:
+        if self.on_connection is not None:
+            self.on_connection(is_connected)
 
     def _is_woken_within(self, timeout: float, *descriptors: int) -> bool:
         """Wait for ``wake`` or for a file descriptor that becomes readable.

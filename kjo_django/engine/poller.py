@@ -131,7 +131,6 @@ class Poller:
         self._retry_at = 0.0
         self._retry_delay = FIRST_RESTART
         self._hears_publishers = False
-        self._longest_idle_poll = 0.0
         self._has_error = False
         """Whether ``on_error`` was called with an outage that has not ended."""
         self.polled_count = 0
@@ -151,11 +150,11 @@ class Poller:
     # --- What other threads ask of it -------------------------------------------------------------
 
     def rely_on_wake_ups(self, is_reliable: bool) -> None:
-        """Note whether it is woken for every publication from now on."""
+        """Note whether it is woken for every publication from now on; its next step tells the
+        subscription. If it is not, it looks now, and from now on as often as one must."""
         self._hears_publishers = is_reliable
-        self._longest_idle_poll = IDLE_POLL_TIMEOUT if is_reliable else POLL_TIMEOUT
-        if self._subscription is not None:
-            self._subscription.rely_on_wake_ups(is_reliable)
+        if not is_reliable:
+            self.wake()
 
     def wake(self) -> None:
         """Look for records now."""
@@ -174,9 +173,13 @@ class Poller:
         self.wake()
 
     def set_paused(self, queues: frozenset[str]) -> None:
-        """Fetch nothing of these queues, and of all others again."""
+        """Fetch nothing of these queues, and of all others again: now, though nothing was to be
+        fetched for a while."""
         of_queues = [queue for name, queue in self.queues.items() if name in queues]
+        before = self._paused_topics
         self._paused_topics = frozenset(queue.levels[self.level] for queue in of_queues)
+        if self._paused_topics != before:
+            self.wake()
 
     # --- Its own thread ---------------------------------------------------------------------------
 
@@ -189,6 +192,7 @@ class Poller:
         pause = FULL_WAIT
         try:
             subscription = self._subscription or self._subscribe()
+            subscription.rely_on_wake_ups(self._hears_publishers)
             if subscription.supports_release and self._scheduler.waiting:
                 self._give_back(subscription)
             plan = self._pause_and_plan(subscription)
@@ -281,7 +285,6 @@ class Poller:
             on_revoked=self._on_revoked,
             on_assigned=self._on_assigned,
         )
-        self._subscription.rely_on_wake_ups(self._hears_publishers)
         return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:
@@ -355,12 +358,10 @@ class Poller:
         )
         much = max(1, self._max_outstanding // CHUNKS)
         count = sum(outstanding.values())
-        timeout = POLL_TIMEOUT if count else max(POLL_TIMEOUT, self._longest_idle_poll)
         plan = FetchPlan(
             max_records,
             max(max_records, min(free, much)),
-            # One that is full may have room again before another one brings anything.
-            FULL_POLL_TIMEOUT if full else timeout,
+            self._longest_poll(count, is_full=bool(full)),
             full,
             self._urgent_above(full) if full and free + much > 0 else {},
         )
@@ -373,6 +374,17 @@ class Poller:
         if is_shared or self._skipped_keys or count >= much:
             self._skip_keys(subscription, count, much)
         return plan
+
+    def _longest_poll(self, count: int, *, is_full: bool) -> float:
+        """Return how many seconds the next poll waits at most.
+
+        :param count: records that wait or run.
+        :param is_full: whether a partition is full: it may have room again before another one
+            brings anything.
+        """
+        if is_full:
+            return FULL_POLL_TIMEOUT
+        return IDLE_POLL_TIMEOUT if self._hears_publishers and not count else POLL_TIMEOUT
 
     def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
         """Pause these partitions, and resume those that were paused before."""

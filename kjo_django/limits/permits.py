@@ -261,24 +261,21 @@ class Permits:
     ) -> None:
         """Note what a call that began and ended then was answered; the caller holds the lock."""
         (began, ended), state = call, limit_state_of(delivery)
+        moment, starts_no_more = ended + answer.wait, self._line.get(id(delivery)) is not delivery
         taken = None
         if answer.stamp:
-            end = began + answer.wait + ask.lasts - TO_THE_CALL
-            taken = Taken(ask.paces, answer.stamp, ended + answer.wait, end)
+            taken = Taken(
+                ask.paces, answer.stamp, moment, began + answer.wait + ask.lasts - TO_THE_CALL
+            )
         state.asked_at = began
-        if taken is not None and taken.end < taken.begin:
-            # The answer took too long. Another one in its place would be given for now, which its
-            # moment may lie behind.
+        # Where the answer took too long, another one in its place would be given for now, which
+        # its moment may lie behind. Who starts no more was found so meanwhile.
+        if taken is not None and (taken.end < taken.begin or starts_no_more):
             self._used.append((taken, None))
             self._on_unused(delivery)
             taken = None
-        if self._line.get(id(delivery)) is not delivery:
-            # It starts no more, as it was found meanwhile.
-            if taken is not None:
-                self._used.append((taken, None))
-                self._on_unused(delivery)
+        if starts_no_more:
             return
-        moment = ended + answer.wait
         is_earlier = moment < state.permit_from - MUCH_EARLIER
         state.permit, state.permit_from = taken, moment
         if is_earlier:

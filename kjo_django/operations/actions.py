@@ -16,7 +16,6 @@ from typing import Any
 from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext_lazy
 
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
@@ -35,6 +34,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
+from kjo_django.operations.translations import ngettext_lazy
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.states import JobStatus, WorkflowState
 
@@ -164,8 +164,8 @@ class Action:
     internal job, ``progress``."""
     log: str
     """The entry in the log of each changed row. Names of inputs in braces are replaced."""
-    done: Any
-    """The message with the number of changed rows, by ngettext_lazy."""
+    done: Callable[[int], str]
+    """Makes the message with the number of changed rows."""
     result: str = ""
     """The outcome of a changed row."""
     harmless: frozenset[str] = frozenset()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import cache
 
 from django.db import connections
+from django.utils.module_loading import import_string
 
 from kjo_django.store.base import Store
-from kjo_django.store.mysql import MySqlStore
-from kjo_django.store.postgres import PostgresStore
-from kjo_django.store.sqlite import SqliteStore
 
-_STORES: dict[str, type[Store]] = {
-    "mysql": MySqlStore,
-    "postgresql": PostgresStore,
-    "sqlite": SqliteStore,
+_STORES = {
+    "mysql": "kjo_django.store.mysql.MySqlStore",
+    "postgresql": "kjo_django.store.postgres.PostgresStore",
+    "sqlite": "kjo_django.store.sqlite.SqliteStore",
 }
+"""Imported when a database is one of them."""
 
 
 def store_for(alias: str) -> Store:
@@ -25,7 +24,8 @@ def store_for(alias: str) -> Store:
 
 @cache
 def _make(vendor: str, alias: str) -> Store:
-    return _STORES.get(vendor, Store)(alias)
+    kind: type[Store] = import_string(_STORES[vendor]) if vendor in _STORES else Store
+    return kind(alias)
 
 
 __all__ = ["Store", "store_for"]

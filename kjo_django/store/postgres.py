@@ -9,7 +9,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.db.models import AutoField, Model
 
@@ -24,6 +23,12 @@ from kjo_django.store.base import (
     Store,
     WindowChange,
     refuse_uncompleted,
+)
+from kjo_django.store.cursors import (
+    array_text,
+    psycopg_module,
+    takes_several,
+    text_array,
 )
 from kjo_django.store.rows import (
     COLUMNS,
@@ -49,30 +54,12 @@ if TYPE_CHECKING:
 NOTIFY_CHANNEL = "kjo"
 """The one channel of the server; what is notified is the payload, so it needs no quoting."""
 _TIMESTAMPTZ = 1184
-_IDLE, _NO_PIPELINE = 0, 0
-"""States of libpq's: no transaction; no pipeline."""
+_IDLE = 0
+"""State of libpq's: no transaction."""
 MOST_TOGETHER = 500
 """Rows of a workflow that are stored by one text; more by a statement for each table."""
 COPY_FROM = 20
 """Fewer rows are stored sooner by an INSERT, which needs no transaction of its own."""
-
-
-def array_text(values: Iterable[object]) -> str:
-    """Write an array of ids, numbers or instants: what needs no escapes, so one text in one go.
-
-    psycopg looks at the elements of a list one by one, in Python.
-    """
-    inside = ",".join(["NULL" if value is None else f'"{value}"' for value in values])
-    return f"{{{inside}}}"
-
-
-def text_array(values: Sequence[str]) -> str | list[str]:
-    """Write an array of texts as one text too; as a list, for psycopg to write, where one of them
-    has something to escape."""
-    inside = '","'.join(values)
-    if "\\" in inside or inside.count('"') != 2 * (len(values) - 1):
-        return list(values)
-    return f'{{"{inside}"}}' if values else "{}"
 
 
 def _places(columns: int, rows: int) -> str:
@@ -95,46 +82,12 @@ def _insertion(rows: Sequence[Model]) -> _Statement:
     return table + _places(len(columns), len(rows)), values
 
 
-@cache
-def _psycopg() -> Any:
-    """Return psycopg 3, which is imported only where a database is PostgreSQL."""
-    try:
-        import psycopg
-    except ImportError as error:
-        raise ImproperlyConfigured(f"PostgreSQL needs psycopg[binary] 3: {error}") from error
-    return psycopg
-
-
 def read_times_natively(cursor: Any) -> None:
     """Let this cursor read instants by psycopg's own loader, in C. Django's loader, in Python, only
     gives another class of time zone."""
-    psycopg = _psycopg()
+    psycopg = psycopg_module()
     loader = psycopg.adapters.get_loader(_TIMESTAMPTZ, psycopg.pq.Format.TEXT)
     cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
-
-
-def takes_several(cursor: Any) -> bool:
-    """Return whether several statements may be sent as one: psycopg's client-side cursors, Django's
-    default, write the parameters into the text and send that; those of ``server_side_binding`` and
-    of ``iterator()`` take one statement at a time, and so does a pipeline.
-
-    :param cursor: the database's own, inside Django's wrapper.
-    """
-    is_client_side = isinstance(cursor, _psycopg().ClientCursor)
-    return is_client_side and bool(cursor.connection.pgconn.pipeline_status == _NO_PIPELINE)
-
-
-def pass_over(cursor: Any, results: int) -> None:
-    """Skip the results of statements that were sent in front of a query; the next result to be
-    fetched is the query's own.
-
-    :param cursor: the database's own, inside Django's wrapper.
-    """
-    if hasattr(cursor, "set_result"):  # since psycopg 3.3: prepares for reading just that one
-        cursor.set_result(results)
-    else:
-        for _ in range(results):
-            cursor.nextset()
 
 
 @contextmanager
@@ -235,7 +188,7 @@ def _begin(driver: Any) -> str:
     """Return the statement a connection of psycopg 3 begins its transactions with."""
     words = ["BEGIN"]
     if driver.isolation_level is not None:
-        level = _psycopg().IsolationLevel(driver.isolation_level)
+        level = psycopg_module().IsolationLevel(driver.isolation_level)
         words.append(f"ISOLATION LEVEL {level.name.replace('_', ' ')}")
     if driver.read_only is not None:
         words.append("READ ONLY" if driver.read_only else "READ WRITE")
@@ -249,7 +202,7 @@ class PostgresStore(Store):
 
     def __init__(self, alias: str) -> None:
         super().__init__(alias)
-        _psycopg()  # Django alone would go on with psycopg2
+        psycopg_module()  # Django alone would go on with psycopg2
         # psycopg writes all values but JSON as the fields have them.
         self._columns = [(name, how if name == "headers" else None) for name, how in self._columns]
 
@@ -812,7 +765,7 @@ def plain_connection(alias: str) -> psycopg.Connection[Any]:
     for name in ("context", "cursor_factory"):
         parameters.pop(name, None)
     parameters.setdefault("connect_timeout", 5)
-    connection: psycopg.Connection[Any] = _psycopg().connect(**parameters, autocommit=True)
+    connection: psycopg.Connection[Any] = psycopg_module().connect(**parameters, autocommit=True)
     return connection
 
 

@@ -535,12 +535,16 @@ class PublishListener:
                 self._has_complained = True
                 return LISTEN_AGAIN
             if self._runtime.coordination.supports_wake_ups:
-                for poller in self._pollers:
-                    poller.rely_on_wake_ups(True)
+                self._listener.on_connection = self._let_pollers_rely
+                self._let_pollers_rely(True)
         if self._listener.wait(self.LONGEST_WAIT):
             for poller in self._pollers:
                 poller.wake()
         return 0.0
+
+    def _let_pollers_rely(self, is_connected: bool) -> None:
+        for poller in self._pollers:
+            poller.rely_on_wake_ups(is_connected)
 
     def wake(self) -> None:
         """End the wait."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError
+from django.db.models import PositiveIntegerField, Value
 
 from kjo_django.conf import QueueConf
 from kjo_django.engine.handler.connections import drop_broken_connections
@@ -84,15 +85,11 @@ class Controls:
 
     def read(self) -> bool:
         """Read the rows; return whether anything has changed."""
-        using = self._runtime.database
-        rows = list(QueueControl.objects.using(using))
-        own = WorkerRow.objects.using(using).filter(pk=self._worker_id)
-        # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
-        asked = own.values_list("asked_to", flat=True).first() or ""
+        asked, queues, limits = _asked(self._runtime.database, self._worker_id)
         # How its retries are limited is read from there for every attempt that fails.
-        _follow(self._runtime.queue_controls, {row.queue: row for row in rows})
-        limits = {row.name: row for row in LimitControl.objects.using(using)}
+        _follow(self._runtime.queue_controls, queues)
         _follow(self._runtime.limit_controls, limits)
+        rows = queues.values()
         before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()
@@ -106,6 +103,39 @@ class Controls:
             state = "quiet" if self.is_quiet else "back at work"
             logger.info("An operator wants this worker %s", state)
         return before != (self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped)
+
+
+def _asked(
+    alias: str, worker_id: UUID
+) -> tuple[str, dict[str, QueueControl], dict[str, LimitControl]]:
+    """Return what operators asked of a worker, of queues and of limits: one statement."""
+    none = Value(None, output_field=PositiveIntegerField())
+    queues = QueueControl.objects.using(alias).order_by()
+    limits = LimitControl.objects.using(alias).order_by()
+    workers = WorkerRow.objects.using(alias).order_by().filter(pk=worker_id)
+    found = queues.values_list(
+        *(Value("queue"), "queue", Value("")),
+        *("is_paused", "concurrency", "max_attempts", "backoff_base"),
+    ).union(
+        limits.values_list(
+            *(Value("limit"), "name", "rate"), Value(False), *("concurrency", "burst", none)
+        ),
+        workers.values_list(
+            *(Value("worker"), Value(""), "asked_to"), Value(False), *(none, none, none)
+        ),
+        all=True,
+    )
+    # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
+    asked = ""
+    of_queues, of_limits = dict[str, QueueControl](), dict[str, LimitControl]()
+    for kind, name, text, is_paused, concurrency, *more in found:
+        if kind == "worker":
+            asked = text
+        elif kind == "queue":
+            of_queues[name] = QueueControl(name, bool(is_paused), concurrency, *more)
+        else:
+            of_limits[name] = LimitControl(name, text, more[0], concurrency)
+    return asked, of_queues, of_limits
 
 
 def _follow(known: dict[str, R], rows: Mapping[str, R]) -> None:

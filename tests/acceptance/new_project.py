@@ -24,6 +24,7 @@ def main() -> None:
     settings.configure(
         SECRET_KEY="x" * 50,
         USE_TZ=True,
+        LANGUAGE_CODE=os.environ.get("KJO_TEST_LANGUAGE", "en-us"),
         ROOT_URLCONF="tests.urls",
         DATABASES={"default": database(database_url)},
         INSTALLED_APPS=[

@@ -107,3 +107,19 @@ def test_a_worker_of_several_processes_or_with_a_reloader_says_what_starts_and_e
     assert len(lines("Completed")) == len(set(lines("Completed"))) == 3
     assert sorted(lines("Started")) == sorted(lines("Completed"))
     worker.stop()
+
+
+@pytest.mark.medium
+def test_each_process_of_a_worker_speaks_the_language_of_the_project(embedded: Engine) -> None:
+    # Given
+    embedded.variables["KJO_TEST_LANGUAGE"] = "de"
+    database = embedded.servers.database_url
+    options = ["--status-interval", "0", "--processes", "2"]
+    worker = embedded.run("tests.acceptance.new_project", database, "kjo_consume", *options)
+    # When both have started, and are stopped
+    began = ". Beenden mit Strg-C."
+    embedded.wait_until(lambda: worker.log.count(began) >= 2, "Not both processes have started")
+    assert worker.stop() == 0, worker.log_tail()
+    # Then nothing of what they say is in English
+    assert worker.log.count(" gestoppt nach ") == 2
+    assert [text for text in ("Stop with", "stopped after", "Service ") if text in worker.log] == []

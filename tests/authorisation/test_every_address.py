@@ -24,7 +24,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from kjo_django.admin.base import KjoAdmin
-from kjo_django.admin.dashboard import SCREENS
+from kjo_django.admin.dashboard import screens
 from kjo_django.models import (
     DeadLetter,
     Job,
@@ -169,7 +169,7 @@ def rest_requests(rows: Rows) -> Iterator[Request]:
 
 
 def dashboard_requests(rows: Rows) -> Iterator[Request]:
-    for screen in SCREENS:
+    for screen in screens():
         names = re.findall(r"<\w+:(\w+)>", screen.path)
         kind = "erasure" if screen.name.startswith("erasure") else (names or [""])[0]
         values = ["requeue"] if kind == "action" else [row.pk for row in rows.get(kind, [])]

@@ -4,7 +4,10 @@ PostgreSQL, MariaDB and MySQL."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from django.db import connections, transaction
@@ -12,12 +15,15 @@ from django.utils import timezone
 
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.coordination.database import DatabaseCoordination
+from kjo_django.engine.poller import Poller
 from kjo_django.models import Lease, Mark
+from kjo_django.runtime import current_runtime
 from kjo_django.store.base import Store
 from kjo_django.store.sqlite import SqliteStore
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
+from kjo_django.worker.duties import DutyThread, PublishListener
 from tests.conformance.databases import MARIADB, MYSQL, POSTGRES, SQLITE
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 
 class DatabaseCoordinationConformance(CoordinationConformance):
@@ -161,6 +167,38 @@ class TestPostgres(DatabaseCoordinationConformance):
         assert session.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
         listener.close()
 
+    def test_pollers_look_more_often_while_the_listener_has_no_session(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        """Else an idle consumer would wait for a call that cannot come."""
+        # Given
+        told: list[bool] = []
+        poller = SimpleNamespace(
+            topics=[name], needs_wakeup=True, wake=lambda: None, rely_on_wake_ups=told.append
+        )
+        runtime = replace(current_runtime(), coordination=coordination)
+        listener = PublishListener(runtime, [cast("Poller", poller)])
+        thread = DutyThread(runtime, "listening", [listener])
+        thread.start()
+        wait_until(lambda: told == [True])
+        # When
+        wait_until(self.listening_sessions_ended)
+        # Then
+        wait_until(lambda: told[:3] == [True, False, True])
+        thread.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+    def listening_sessions_ended(self) -> int:
+        """End the sessions that listen; return how many there were."""
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+            )
+            (ended,) = cursor.fetchone()
+        return int(ended)
+
     def test_a_listener_whose_session_was_ended_hears_again(
         self, coordination: DatabaseCoordination, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -169,13 +207,7 @@ class TestPostgres(DatabaseCoordinationConformance):
         listener = coordination.listen(sorted(channels))
         assert listener.wait(0.05) == set()
         # When
-        with connections[self.alias].cursor() as cursor:
-            cursor.execute(
-                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-                " WHERE datname = current_database() AND query LIKE 'LISTEN%'"
-            )
-            (ended,) = cursor.fetchone()
-        assert ended
+        assert self.listening_sessions_ended()
         # Then
         assert listener.wait(PATIENCE) == channels, "nobody knows what was missed"
         assert "Lost the listening connection" in caplog.text

@@ -686,18 +686,24 @@ def test_a_publishers_call_is_followed_by_a_claim_and_by_no_further_look(
     assert texts(eventually(lambda: subscription.poll(10, 1))) == ["a2"]
 
 
+@pytest.fixture
+def listening(subscribe: Subscribe, clock: SetClock) -> DatabaseSubscription:
+    """A consumer that hears of publications."""
+    subscription = subscribe()
+    subscription.rely_on_wake_ups(True)
+    return subscription
+
+
 def test_an_idle_consumer_that_hears_of_publications_asks_the_table_once_a_second(
-    transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
+    transport: DatabaseTransport, listening: DatabaseSubscription, alias: str, clock: SetClock
 ) -> None:
     # Given
     publish(transport, "a1", available_at=clock.now() + timedelta(days=1))
-    subscription = subscribe()
-    subscription.rely_on_wake_ups(True)
-    subscription.poll(10, 1)
+    listening.poll(10, 1)
     # When
     with CaptureQueriesContext(connections[alias]) as captured:
         for _ in range(10):
-            assert subscription.poll(10, 1) == []
+            assert listening.poll(10, 1) == []
     # Then
     messages = [q["sql"] for q in captured.captured_queries if "kjo_transport_message" in q["sql"]]
     looks = [sql for sql in messages if "available_at" in sql]
@@ -706,29 +712,25 @@ def test_an_idle_consumer_that_hears_of_publications_asks_the_table_once_a_secon
 
 
 def test_a_row_is_claimed_when_it_is_due_though_its_consumer_is_idle(
-    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+    transport: DatabaseTransport, listening: DatabaseSubscription, clock: SetClock
 ) -> None:
-    subscription = subscribe()
-    subscription.rely_on_wake_ups(True)
     publish(transport, "a1", available_at=clock.now() + timedelta(seconds=0.4))
-    assert subscription.poll(10, 0.1) == []
+    assert listening.poll(10, 0.1) == []
     began = clock.monotonic()
-    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert texts(listening.poll(10, 5)) == ["a1"]
     assert clock.monotonic() - began == pytest.approx(0.3, abs=0.05)
 
 
 def test_an_idle_consumer_is_woken_for_what_is_due_before_what_it_waits_for(
-    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+    transport: DatabaseTransport, listening: DatabaseSubscription, clock: SetClock
 ) -> None:
-    subscription = subscribe()
-    subscription.rely_on_wake_ups(True)
     publish(transport, "a1", available_at=clock.now() + timedelta(seconds=60))
-    assert subscription.poll(10, 0.5) == []
+    assert listening.poll(10, 0.5) == []
     publish(transport, "b1", available_at=clock.now() + timedelta(seconds=0.2))
-    subscription.wake()
-    assert subscription.poll(10, 5) == [], "woken, it returns"
+    listening.wake()
+    assert listening.poll(10, 5) == [], "woken, it returns"
     began = clock.monotonic()
-    assert texts(subscription.poll(10, 5)) == ["b1"]
+    assert texts(listening.poll(10, 5)) == ["b1"]
     assert clock.monotonic() - began == pytest.approx(0.2, abs=0.05)
 
 
@@ -749,16 +751,14 @@ def test_what_others_hold_of_a_key_is_looked_for_though_publications_are_heard(
 
 
 def test_what_an_idle_consumer_releases_itself_is_claimed_again_soon(
-    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+    transport: DatabaseTransport, listening: DatabaseSubscription, clock: SetClock
 ) -> None:
-    subscription = subscribe()
-    subscription.rely_on_wake_ups(True)
     publish(transport, "a1")
-    taken = subscription.poll(10, 1)
-    assert subscription.poll(10, 1) == []
-    subscription.release(taken)
+    taken = listening.poll(10, 1)
+    assert listening.poll(10, 1) == []
+    listening.release(taken)
     began = clock.monotonic()
-    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert texts(listening.poll(10, 5)) == ["a1"]
     assert clock.monotonic() - began <= 0.2
 
 

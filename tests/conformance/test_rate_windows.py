@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from django.db import connections
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from kjo_django.coordination.database import windows
 from kjo_django.coordination.database.windows import RateWindows, stored_name
 from kjo_django.coordination.starts import Ask, Pace, Used, part_of
 from kjo_django.models import RateWindow
 from kjo_django.store import store_for
-from tests.clocks import SetClock
+from tests.clocks import SetClock, set_now
 
 MOST = 10
 
@@ -100,6 +101,27 @@ def test_the_servers_time_is_read_again_after_some_seconds(alias: str, ask: Ask)
     assert len(queries) > 1
 
 
+@pytest.mark.parametrize("minutes", [30, -30, 600, -600])
+def test_a_host_whose_clock_is_set_starts_no_more_and_no_fewer_than_may(
+    alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """What a process remembers of the server's time goes by the monotonic clock."""
+    store = store_for(alias)
+    if abs(minutes) > 60 and not store.has_clock:
+        pytest.skip("the host's clock is the only one, and the hour is over by it or to come")
+    # Given a process that has read the server's time lately
+    process = RateWindows(store)
+    for _ in range(3):
+        assert given(process, ask)
+    # When the clock of its host is set
+    now = timezone.now
+    set_now(monkeypatch, lambda: now() + timedelta(minutes=minutes))
+    # Then it goes on counting, and so does one that reads the time only then
+    starts = [bool(given(process, ask)) for _ in range(MOST)]
+    assert starts == [True] * (MOST - 3) + [False] * 3
+    assert not given(RateWindows(store), ask)
+
+
 @pytest.mark.parametrize(("took", "is_recalled"), [(0.4, True), (0.6, False)])
 def test_a_time_that_took_long_to_tell_is_not_gone_by(
     alias: str, ask: Ask, monkeypatch: pytest.MonkeyPatch, took: float, is_recalled: bool
@@ -143,7 +165,7 @@ def test_what_is_known_is_as_old_as_what_is_read(
     assert recalled is not None
     # The server's time is this at least, and at most later by what the answer took.
     assert recalled.now == told + timedelta(seconds=1.0)
-    assert recalled.later == pytest.approx(0.02)
+    assert recalled.at - recalled.latest_at == pytest.approx(0.02)
 
 
 def test_what_is_known_of_the_quickest_readings_makes_the_time_more_certain(
@@ -170,8 +192,10 @@ def test_what_is_known_of_the_quickest_readings_makes_the_time_more_certain(
     slow[0] = 0.004
     last = process._read(paces)
     # Then at first its time is known to within the whole of a call, later to what is out of turn
-    assert first.later == pytest.approx(0.02)
-    assert clock.now() - last.now == timedelta(seconds=0) and last.later == pytest.approx(0.004)
+    assert first.at - first.latest_at == pytest.approx(0.02)
+    assert clock.now() - last.now == timedelta(
+        seconds=0
+    ) and last.at - last.latest_at == pytest.approx(0.004)
 
 
 def test_so_many_rates_are_remembered_and_no_more(

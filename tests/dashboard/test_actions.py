@@ -9,7 +9,7 @@ import re
 import pytest
 from django.contrib.admin.models import LogEntry
 
-from kjo_django.admin.dashboard import SCREENS
+from kjo_django.admin.dashboard import screens
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker, Workflow
 from kjo_django.operations import bulk
@@ -43,7 +43,7 @@ def written():
 
 
 def actions():
-    return [screen for screen in SCREENS if screen.is_action]
+    return [screen for screen in screens() if screen.is_action]
 
 
 # --- How ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from django.utils import timezone
 
 import kjo_django
 from kjo_django import registry
-from kjo_django.admin.dashboard import SCREENS, overview
+from kjo_django.admin.dashboard import overview, screens
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
@@ -119,7 +119,7 @@ def test_a_screen_leads_to_the_plain_list_and_back(operator, rows, screen, row, 
     arguments = [rows[row].pk] if row else []
     place = f"admin:kjo_django_{model}_{'change' if row else 'changelist'}"
     here, plain = url(screen, *arguments), reverse(place, args=arguments)
-    seer = {"view_dashboard", *(each.permission for each in SCREENS if each.name == screen)}
+    seer = {"view_dashboard", *(each.permission for each in screens() if each.name == screen)}
     client = operator(*seer | {f"view_{model}"})
     assert f'<a href="{plain}">' in client.get(here).content.decode()
     page = client.get(plain).content.decode()
@@ -133,7 +133,7 @@ def test_a_screen_leads_to_the_plain_list_and_back(operator, rows, screen, row, 
     assert "Dashboard</a>" not in client.get(plain).content.decode()
 
 
-@pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: screen.name)
+@pytest.mark.parametrize("screen", screens(), ids=lambda screen: screen.name)
 def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
     if screen.permission == "view_dashboard":
         pytest.skip("asks for no other")

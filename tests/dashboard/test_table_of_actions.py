@@ -10,7 +10,7 @@ from django.core.exceptions import PermissionDenied
 from django.urls import resolve, reverse
 from django.utils import timezone
 
-from kjo_django.admin.dashboard import SCREENS
+from kjo_django.admin.dashboard import screens
 from kjo_django.admin.dashboard.page import button_actions, screen_of
 from kjo_django.models import (
     DeadLetter,
@@ -86,7 +86,7 @@ def test_the_admin_offers_it_to_those_with_its_permission(operator, action):
 def test_the_dashboard_has_an_address_for_it_with_its_permission(action):
     if action not in button_actions(action.subject):
         return  # limits, payloads and schedules are edited on pages of their own
-    (screen,) = [each for each in SCREENS if each.name == screen_of(action)]
+    (screen,) = [each for each in screens() if each.name == screen_of(action)]
     assert screen.permission == action.permission
 
 

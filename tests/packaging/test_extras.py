@@ -128,10 +128,10 @@ def test_psycopg_without_a_libpq_says_so_as_the_page_for_operators_quotes() -> N
 @pytest.mark.medium
 def test_psycopg_2_alone_is_answered_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Django goes on with it, and with a psycopg 3 that finds no libpq too."""
-    postgres = pytest.importorskip("kjo_django.store.postgres")
+    cursors = pytest.importorskip("kjo_django.store.cursors")
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(ImproperlyConfigured, match=r"psycopg\[binary\] 3: import of psycopg"):
-        postgres._psycopg.__wrapped__()
+        cursors.psycopg_module.__wrapped__()
 
 
 @pytest.mark.medium("all")

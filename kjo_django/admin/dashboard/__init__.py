@@ -1,45 +1,57 @@
-"""The operations screens: figures, lists and controls."""
+"""The operations screens: figures, lists and controls.
+
+Django imports the admin of an app in every process, also in a worker, which shows no page. The
+screens are imported with the addresses of the project: at its first request.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
 from django.http import HttpRequest
 from django.urls import URLPattern, path
 
 from kjo_django.admin.base import BaseModelAdmin
-from kjo_django.admin.dashboard import (
-    actions,
-    dead_letters,
-    handlers,
-    jobs,
-    limits,
-    overview,
-    personal_data,
-    queues,
-    schedules,
-    system,
-    workflows,
-)
-from kjo_django.admin.dashboard.page import Screen, address_name, opened
 from kjo_django.models import Dashboard
 
-__all__ = ["SCREENS", "DashboardAdmin"]
+if TYPE_CHECKING:
+    from kjo_django.admin.dashboard.page import Screen
 
-SCREENS: tuple[Screen, ...] = (
-    *overview.SCREENS,
-    *actions.SCREENS,
-    *queues.SCREENS,
-    *handlers.SCREENS,
-    *jobs.SCREENS,
-    *workflows.SCREENS,
-    *schedules.SCREENS,
-    *limits.SCREENS,
-    *dead_letters.SCREENS,
-    *system.SCREENS,
-    *personal_data.SCREENS,
-)
+__all__ = ["DashboardAdmin", "screens"]
+
+
+@cache
+def screens() -> tuple[Screen, ...]:
+    """Import the screens; return them in the order of the navigation."""
+    from kjo_django.admin.dashboard import (
+        actions,
+        dead_letters,
+        handlers,
+        jobs,
+        limits,
+        overview,
+        personal_data,
+        queues,
+        schedules,
+        system,
+        workflows,
+    )
+
+    return (
+        *overview.SCREENS,
+        *actions.SCREENS,
+        *queues.SCREENS,
+        *handlers.SCREENS,
+        *jobs.SCREENS,
+        *workflows.SCREENS,
+        *schedules.SCREENS,
+        *limits.SCREENS,
+        *dead_letters.SCREENS,
+        *system.SCREENS,
+        *personal_data.SCREENS,
+    )
 
 
 @admin.register(Dashboard)
@@ -48,13 +60,15 @@ class DashboardAdmin(BaseModelAdmin):
 
     def get_urls(self) -> list[URLPattern]:
         """Return the screens; there is nothing to add, change or delete."""
+        from kjo_django.admin.dashboard.page import address_name, opened
+
         return [
             path(
                 screen.path,
-                self.admin_site.admin_view(opened(screen, self.admin_site, SCREENS)),
+                self.admin_site.admin_view(opened(screen, self.admin_site, screens())),
                 name=address_name(screen.name),
             )
-            for screen in SCREENS
+            for screen in screens()
         ]
 
     def has_module_permission(self, request: HttpRequest) -> bool:

@@ -89,7 +89,7 @@ def change(page: Page, limit: str) -> HttpResponse:
         )
         forget(NAME)
         if done is not None:
-            page.message(str(action.done % done.changed_count))
+            page.message(action.done(done.changed_count))
             return HttpResponseRedirect(page.url("limits"))
     return page.show(
         "",

@@ -22,7 +22,7 @@ from kjo_django import registry
 from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard.figures import with_zone
 from kjo_django.admin.dashboard.page import Page, Screen
-from kjo_django.admin.display import inert_json
+from kjo_django.admin.display import SCHEDULE_BADGES, inert_json
 from kjo_django.enqueue.job_status import shown_states
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, Schedule
@@ -32,21 +32,12 @@ from kjo_django.operations.safe_text import inert
 from kjo_django.runtime import jobs_database
 from kjo_django.schedules import shown
 from kjo_django.schedules.declarations import COLUMNS, TIMES, ScheduleFaults, in_order
-from kjo_django.schedules.shown import ScheduleState
 from kjo_django.timetables import zone_of
 
 SIZE = 100
 SHOWN_RUNS = 50
 MAX_SEARCH = 100
 
-STATES = {
-    ScheduleState.ACTIVE: ("alive", gettext_lazy("Active")),
-    ScheduleState.PAUSED: ("paused", gettext_lazy("Paused")),
-    ScheduleState.BROKEN: ("failed", gettext_lazy("Broken")),
-    ScheduleState.ENDED: ("completed", gettext_lazy("Ended")),
-    ScheduleState.DISABLED: ("stopped", gettext_lazy("Disabled")),
-}
-"""The badge of each state."""
 FILTERS = (
     ("", gettext_lazy("All")),
     ("active", gettext_lazy("Active")),
@@ -119,7 +110,7 @@ def _rows(page: Page, listed: list[Schedule]) -> list[dict[str, Any]]:
             {
                 **facts,
                 "row": row,
-                "badge": STATES[facts["state"]],
+                "badge": SCHEDULE_BADGES[facts["state"]],
                 "next": facts["next_at"] and shown_tick(facts["next_at"], _zone_of(row)),
                 "source_label": row.get_source_display(),
                 "last_job": job,
@@ -156,7 +147,7 @@ def show_one(page: Page, schedule: UUID) -> HttpResponse:
         {
             **facts,
             "schedule": row,
-            "badge": STATES[facts["state"]],
+            "badge": SCHEDULE_BADGES[facts["state"]],
             "next_runs": [shown_tick(tick, zone) for tick in shown.next_runs(row)],
             "runs": _runs(runs),
             "shown_runs": SHOWN_RUNS,

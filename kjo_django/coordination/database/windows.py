@@ -48,11 +48,9 @@ class _Known(NamedTuple):
     starts: str
     read_at: float
     """When (monotonic) it was read last."""
-    ahead: timedelta
-    """By how much the server's time was ahead of the monotonic clock at least, as a time since the
-    epoch."""
-    later: float
-    """Seconds by which it may have been further ahead."""
+    at_least: timedelta
+    at_most: timedelta
+    """Bounds of the server's time, since the epoch, less the monotonic clock."""
     is_own: bool
     """Whether what was read then had been written by this process."""
 
@@ -61,14 +59,13 @@ class _Read(NamedTuple):
     """What a call goes by."""
 
     now: datetime
-    """The earliest that the server's time can be."""
+    """The earliest that the server's time can be at that moment."""
     at: float
-    """When (monotonic) it was so."""
+    """The moment (monotonic)."""
+    latest_at: float
+    """The moment (monotonic) at which it was that time already, if it is as late as it can be."""
     starts: Mapping[str, str]
     """Of each rate, by the names of their rows."""
-    later: float
-    """Seconds by which the server's time may be later: by so much later than they came starts
-    count."""
     is_known: bool
     """Whether nothing was read for it."""
 
@@ -103,9 +100,9 @@ class RateWindows:
                 read = self._read(paces)
             # Starts count as of the latest that the server's time can be, as they lie before the
             # call; so do those to come, of which nobody may ever tell.
-            later = called + read.later - read.at
-            told = [_older(one, -later) for one in used]
-            asked = [ask._replace(lasts=ask.lasts + max(0.0, later)) for ask in asks]
+            told = [_as_of(read.latest_at, one, told_at=called) for one in used]
+            since = max(0.0, called - read.latest_at)
+            asked = [ask._replace(lasts=ask.lasts + since) for ask in asks]
             answers, changed = self._permit(asked, told, paces, read)
             if changed is None:
                 elapsed = self._clock.monotonic() - read.at
@@ -133,17 +130,17 @@ class RateWindows:
     def _recall(self, paces: Mapping[str, Pace]) -> _Read | None:
         """Return what this process knows of these rates; None where another one may have used
         them, or the server's time is not known well enough."""
-        at, ahead, later = self._clock.monotonic(), timedelta(), 0.0
-        starts: dict[str, str] = {}
+        at, starts = self._clock.monotonic(), dict[str, str]()
+        at_least, at_most = timedelta.max, timedelta.min
         for name, pace in sorted(paces.items()):
             known = self._known.get(name)
             if known is None or not known.is_own or not 0 <= at - known.read_at < _KNOWN_FOR:
                 return None
-            if known.later > _KNOWN_WITHIN * pace.seconds:
+            if (known.at_most - known.at_least).total_seconds() > _KNOWN_WITHIN * pace.seconds:
                 return None
-            starts[name], ahead, later = known.starts, known.ahead, max(later, known.later)
-        now = _EPOCH + ahead + timedelta(seconds=at)
-        return _Read(now, at, starts, later, is_known=True)
+            starts[name] = known.starts
+            at_least, at_most = min(at_least, known.at_least), max(at_most, known.at_most)
+        return _as_read(at, at_least, at_most, starts, is_known=True)
 
     def _read(self, names: Collection[str]) -> _Read:
         """Return the time and the starts of rates; a name that has no row gets one."""
@@ -178,16 +175,15 @@ class RateWindows:
         at, one_way = self._clock.monotonic(), 0.0
         if self._store.has_clock and self._read_count >= _ENOUGH:
             one_way = min(self._quickest, at - sent) / 2
-        now += timedelta(seconds=one_way)
-        later = at - sent - 2 * one_way
-        ahead = now - _EPOCH - timedelta(seconds=at)
+        at_least = now - _EPOCH - timedelta(seconds=at - one_way)
+        at_most = now - _EPOCH - timedelta(seconds=sent + one_way)
         if len(self._known) + len(found) > _MOST_KNOWN:
             self._known.clear()
         for name, text in found.items():
             before = self._known.get(name)
             is_own = before is not None and before.starts == text
-            self._known[name] = _Known(text, at, ahead, later, is_own)
-        return _Read(now, at, found, later, is_known=False)
+            self._known[name] = _Known(text, at, at_least, at_most, is_own)
+        return _as_read(at, at_least, at_most, found, is_known=False)
 
     def _write(
         self, read: _Read, starts: Mapping[str, str], asked: Mapping[str, Pace]
@@ -224,9 +220,17 @@ class RateWindows:
         return None
 
 
-def _older(used: Used, seconds: float) -> Used:
-    """Return what has become of a permit whose start lies so many seconds further back."""
-    return used if used.ago is None else used._replace(ago=used.ago + seconds)
+def _as_read(
+    at: float, at_least: timedelta, at_most: timedelta, starts: Mapping[str, str], *, is_known: bool
+) -> _Read:
+    """Return what a call goes by at a moment, between these bounds of ``_Known``."""
+    now = _EPOCH + at_least + timedelta(seconds=at)
+    return _Read(now, at, at - (at_most - at_least).total_seconds(), starts, is_known)
+
+
+def _as_of(moment: float, used: Used, *, told_at: float) -> Used:
+    """Return what has become of a permit, as it would have been told at another moment."""
+    return used if used.ago is None else used._replace(ago=used.ago + moment - told_at)
 
 
 _EPOCH = datetime.fromtimestamp(0, tz=UTC)

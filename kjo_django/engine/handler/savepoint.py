@@ -14,7 +14,7 @@ from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.handler.connections import TransactionGuard, is_pristine, not_pristine
 from kjo_django.exceptions import JobTimeoutError
 from kjo_django.store import Store
-from kjo_django.store.postgres import pass_over, takes_several
+from kjo_django.store.cursors import pass_over, takes_several
 
 # The server has one of ours at a time. Two names in turn: to go back to one that was never opened
 # must fail, and not find its predecessor. No more than two: psycopg, which keeps what it has found

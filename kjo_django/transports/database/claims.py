@@ -18,14 +18,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, connections
 
-from kjo_django.store.postgres import PostgresStore, array_text, takes_several, text_array
+from kjo_django.store.cursors import array_text, takes_several, text_array
 from kjo_django.values import ANY_SIZE
+
+if TYPE_CHECKING:
+    from kjo_django.store.postgres import PostgresStore
 
 MOST_LOST = 3
 """Times that a consumer has statements prepared anew that its session has lost."""

@@ -90,7 +90,9 @@ class LookPlan:
         self.end_idleness()
 
     def end_idleness(self) -> None:
-        """Note that something may be there to be claimed: somebody has committed."""
+        """Note that the next row may be due before it was said to be: somebody has committed or
+        called, this consumer has claimed or given back, or may claim what it left alone before, or
+        the database did not answer."""
         self._idle_until, self._next_due_at = 0.0, None
 
     def note_idle(self, seconds: float) -> None:

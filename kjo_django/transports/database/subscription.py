@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
 from django.db.models import Case, Count, Q, QuerySet, Value, When
@@ -28,7 +28,7 @@ from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
 from kjo_django.store import store_for
-from kjo_django.store.postgres import PostgresStore, array_text
+from kjo_django.store.cursors import array_text
 from kjo_django.store.servers import leave_retired, mend_connection
 from kjo_django.transports.base import (
     AssignedCallback,
@@ -41,6 +41,9 @@ from kjo_django.transports.database import claims
 from kjo_django.transports.database.plans import ClaimOrder, LookPlan
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
+
+if TYPE_CHECKING:
+    from kjo_django.store.postgres import PostgresStore
 
 logger = get_logger("kjo_django.transports.database")
 
@@ -111,8 +114,9 @@ class DatabaseSubscription(LeasedSubscription):
         store = store_for(alias)
         self._statements: claims.ClaimStatements | None = None
         """For databases on which a claim is one round trip."""
-        if isinstance(store, PostgresStore):
-            self._statements = claims.ClaimStatements(store, group, self._token)
+        if store.sends_several:
+            of_postgres = cast("PostgresStore", store)
+            self._statements = claims.ClaimStatements(of_postgres, group, self._token)
         self._on_registered = on_registered
         locks_rows = connections[alias].features.has_select_for_update
         self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
@@ -451,11 +455,12 @@ class DatabaseSubscription(LeasedSubscription):
         adapted = connection.ops.adapt_datetimefield_value(now)
         with connection.cursor() as cursor:
             places = ", ".join(["%s"] * len(topics))
-            cursor.execute(_NEXT.format(topics=places), [self._group, *topics, adapted])
-            found = cursor.fetchone()
+            free = [self._group, *topics, adapted]
+            cursor.execute(_NEXT.format(topics=places), [*free, adapted, *free])
+            (at,) = cursor.fetchone()
         seconds = math.inf
-        if found is not None:
-            (at,) = found
+        if at is not None:
+            at = datetime.fromisoformat(at) if isinstance(at, str) else at  # SQLite has texts
             at = at if at.tzinfo is not None else at.replace(tzinfo=connection.timezone)
             seconds = (at - now).total_seconds()
         if seconds <= 0:
@@ -801,13 +806,17 @@ def count_lag(
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
 
 
-_NEXT = """
-SELECT available_at FROM kjo_transport_message
-WHERE consumer_group = %s AND topic IN ({topics})
-    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
-ORDER BY available_at LIMIT 1
-"""
-"""When the first of the rows that nobody holds is due, or was."""
+_FREE_ROWS = """
+FROM kjo_transport_message WHERE consumer_group = %s AND topic IN ({topics})
+    AND (lease_expires_at IS NULL OR lease_expires_at <= %s)"""
+"""Rows that nobody holds."""
+_NEXT = f"""
+SELECT COALESCE(
+    (SELECT available_at {_FREE_ROWS} AND available_at <= %s LIMIT 1),
+    (SELECT MIN(available_at) {_FREE_ROWS})
+)"""
+"""When one of these rows was due, and otherwise when the first of them will be. The first that is
+due ends the search: only where none is are all of them read."""
 _DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s

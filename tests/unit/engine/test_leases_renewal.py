@@ -1,4 +1,4 @@
-"""Leases of a worker whose renewal fails.
+"""Leases of a worker whose renewal fails, and what the heartbeat of an idle worker asks.
 
 Tier: quick; a clock that stands, and one database, since the question is when it is tried again.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection
+from django.test.utils import CaptureQueriesContext
 
 from kjo_django import job
 from kjo_django.engine.leases import LeaseBook
@@ -98,3 +99,18 @@ def test_leases_of_rows_are_renewed_as_soon_as_the_database_answers(
         beats_until_called(heartbeat, standing_clock, calls)
     assert beats_until_called(heartbeat, standing_clock, calls) < heartbeat._renewal / 2
     assert beats_until_called(heartbeat, standing_clock, calls) >= heartbeat._renewal
+
+
+def test_the_heartbeat_of_an_idle_worker_asks_one_statement_a_second(
+    worker: Worker, standing_clock: Clock
+) -> None:
+    heartbeat = worker._heartbeat
+    heartbeat.work()
+    # When seconds pass, within which neither leases nor the worker's row are due
+    heartbeat._beat_at = heartbeat._renew_at = heartbeat._clock.monotonic() + 60
+    with CaptureQueriesContext(connection) as queries:
+        for _ in range(10):
+            standing_clock.advance(1.01)
+            heartbeat.step()
+    # Then
+    assert len(queries) == 10

@@ -15,7 +15,7 @@ from kjo_django.messages import headers as names
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_transport
-from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
+from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
 from tests.waiting import PATIENCE, wait_until
@@ -276,6 +276,58 @@ def test_a_paused_queue_is_not_fetched_and_misses_nothing(polling, lanes):
     poller.wake()
     # Then
     assert take(lanes) == b"1"
+
+
+def test_the_end_of_a_pause_ends_a_poll_that_would_wait_for_long(polling, lanes, monkeypatch):
+    # Given an idle consumer of a paused queue, which hears of publications
+    poller, asked = polling()
+    monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 10 * PATIENCE)
+    poller.rely_on_wake_ups(True)
+    poller.set_paused(frozenset({"ledger"}))
+    wait_until(lambda: ("pause", BOTH) in asked)
+    publish(b"1", partition=0)
+    # When
+    poller.set_paused(frozenset())
+    # Then
+    assert take(lanes) == b"1"
+
+
+def test_who_is_woken_for_nothing_any_more_polls_as_often_as_before(polling, monkeypatch):
+    # Given an idle consumer that waits for long
+    poller, asked = polling()
+    monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 10 * PATIENCE)
+    told: list[bool] = []
+    monkeypatch.setattr(poller._subscription, "rely_on_wake_ups", told.append)
+    poller.rely_on_wake_ups(True)
+    wait_until(lambda: True in told)
+    # When
+    poller.rely_on_wake_ups(False)
+    # Then
+    wait_until(lambda: told[-1] is False)
+    before = len(asked)
+    wait_until(lambda: len(asked) > before + 2)
+
+
+def test_that_publications_are_heard_is_known_though_it_was_told_while_subscribing(
+    make, monkeypatch
+):
+    # Given
+    poller = make()
+    monkeypatch.setattr("kjo_django.engine.poller.POLL_TIMEOUT", 0.0)
+    monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 0.0)
+    told: list[bool] = []
+
+    def be_told(subscription: Subscription, is_reliable: bool) -> None:
+        if not told and not is_reliable:  # the listener has its answer just now
+            poller.rely_on_wake_ups(True)
+        told.append(is_reliable)
+
+    monkeypatch.setattr(Subscription, "rely_on_wake_ups", be_told)
+    # When
+    poller.step()
+    poller.step()
+    # Then
+    assert told[-1] is True
 
 
 def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetched(make, lanes):

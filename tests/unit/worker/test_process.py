@@ -725,6 +725,22 @@ def test_a_pause_is_obeyed_and_its_end_too():
         wait_until(lambda: Entry.objects.exists())
 
 
+def test_the_end_of_a_pause_is_obeyed_by_a_worker_that_is_idle(monkeypatch):
+    """Its consumer waits: nobody publishes when a pause ends."""
+    # Given
+    monkeypatch.setattr("kjo_django.engine.poller.POLL_TIMEOUT", 10 * PATIENCE)
+    monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 10 * PATIENCE)
+    QueueControl.objects.create(queue="ledger", is_paused=True)
+    with Running() as running:
+        (poller,) = running.worker.pollers
+        wait_until(lambda: poller._paused)
+        write.enqueue(job="a")
+        # When
+        QueueControl.objects.update(is_paused=False)
+        # Then
+        wait_until(lambda: Entry.objects.exists())
+
+
 def test_signals_tell_what_became_of_each_job_after_it_is_durable(hear):
     """Observed from a connection of its own: only what is committed can be seen."""
     # Given
