@@ -124,9 +124,9 @@ class _Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         there, back = await asyncio.open_connection(*self._address)
-        await asyncio.gather(
-            _pass_on(reader, back, Reader(self._asked)), _pass_on(there, writer, None)
-        )
+        ways = _pass_on(reader, back, Reader(self._asked)), _pass_on(there, writer, None)
+        with suppress(asyncio.CancelledError):  # who stops the proxy waits for it
+            await asyncio.gather(*ways)
 
 
 async def _pass_on(

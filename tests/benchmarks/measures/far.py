@@ -23,7 +23,7 @@ from tests.services.delay import farther
 
 WARM_UP = 5
 APART = 0.3
-"""Seconds between the end of a lone job and the next one, at least two times what any takes."""
+"""Seconds between the end of a lone job and the next one."""
 ADAPTED = 8.0
 """Seconds after which a worker has noticed how far its database is away."""
 

@@ -98,8 +98,8 @@ TIMED_PEERS = (
         ("oban", PSYCOPG),
         3_000,
         "a row",
-        "Oban for Python, coroutines on uvloop, woken by notifications (its defaults), a queue of "
-        "ten; no transaction around the handler",
+        "Oban for Python, coroutines on uvloop, woken by notifications (its defaults), no "
+        "transaction around the handler",
         {"LIMIT": "10"},
         has_database=True,
         least_python=(3, 13),
@@ -110,8 +110,8 @@ TIMED_PEERS = (
         ("dj-queue[postgres]", "django>=6.0", PSYCOPG),
         3_000,
         "a row",
-        "Django tasks, woken by notifications and skipping locked rows (its defaults), three "
-        "threads, persistent connections",
+        "Django tasks, woken by notifications and skipping locked rows (its defaults), persistent "
+        "connections",
         {"THREADS": "3"},
         has_database=True,
         least_python=(3, 13),
