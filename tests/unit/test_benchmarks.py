@@ -379,9 +379,10 @@ def test_a_process_is_counted_by_what_reaches_the_server(postgres_server: Any):
     with listening(str(url.hostname), int(url.port or 0)) as (port, asked):
         far = url._replace(netloc=url.netloc.replace(f":{url.port}", f":{port}")).geturl()
         with psycopg.connect(far) as connection:
-            for number in range(8):  # the fifth is prepared
+            for number in range(8):
                 connection.execute("SELECT %s", [number])
-    assert asked.counts() == (8, 2, 10)
+    # Preparing a statement that comes often is a round trip in which none runs.
+    assert asked.counts() == (8, 2, 11)
 
 
 # --- The whole ------------------------------------------------------------------------------------
