@@ -75,13 +75,18 @@ def half(seconds: float) -> dict[str, float]:
 
 @contextmanager
 def worker(
-    concurrency: int | None = None, variables: Mapping[str, str] | None = None
+    concurrency: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    *,
+    tells_ends: bool = True,
 ) -> Iterator[tuple[subprocess.Popen[str], Answers]]:
     """Yield a worker process that is ready, and what it reports; it is stopped afterwards.
 
     :param variables: of its environment, instead of those of this process.
+    :param tells_ends: whether it reports each job's end; to hear of them costs this process time.
     """
-    command = child.command("measures.latency.work", {"concurrency": concurrency})
+    arguments = {"concurrency": concurrency, "tells_ends": tells_ends}
+    command = child.command("measures.latency.work", arguments)
     environment = {**os.environ, **(variables or {})}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -98,7 +103,7 @@ def worker(
             process.kill()
 
 
-def work(concurrency: int | None = None) -> None:
+def work(concurrency: int | None = None, tells_ends: bool = True) -> None:
     """The worker process: reports each job's end on stdout, stops when stdin is closed."""
     is_over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
@@ -107,7 +112,8 @@ def work(concurrency: int | None = None) -> None:
         # Sent after the commit of the outcome.
         _say({"id": job_id, "at": time.monotonic()})
 
-    signals.job_completed.connect(tell, weak=False)
+    if tells_ends:
+        signals.job_completed.connect(tell, weak=False)
     worker = Worker(["ledger"], concurrency=concurrency)
     is_told = False
 
