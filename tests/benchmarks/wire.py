@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 CHUNK = 1 << 16
 STARTUP = 196608
 """The protocol's version, by which the one message is known that is followed by typed ones."""
-BOUNDS = re.compile(r"\s*(BEGIN|START|COMMIT|ROLLBACK|SAVEPOINT|RELEASE)\b", re.IGNORECASE)
+BOUNDS = re.compile(
+    r"\s*(BEGIN|START|COMMIT|ROLLBACK|SAVEPOINT|RELEASE|SET|SELECT set_config)\b", re.IGNORECASE
+)
+ONE = re.compile(r"""(?:[^;'"]|'[^']*'|"[^"]*")+""")
+"""A statement of a text that has several; a quote within a literal is two."""
 
 
 @dataclass
@@ -26,7 +30,8 @@ class Asked:
     """How often a connection waits for all that it has asked."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the statements that do something, those that bound a transaction, round trips."""
+        """Return the statements that do something, those that bound a transaction or set how it
+        runs, and the round trips."""
         bounds = sum(1 for _, text in self.statements if BOUNDS.match(text))
         return len(self.statements) - bounds, bounds, self.round_trips
 
@@ -47,7 +52,9 @@ class Reader:
         while message := self._next():
             kind, body = message
             if kind == b"Q":
-                self._note(_text(body.rstrip(b"\0")))
+                for one in ONE.findall(_text(body.rstrip(b"\0"))):
+                    if one.strip():
+                        self._note(one.strip())
                 self._asked.round_trips += 1
             elif kind == b"P":
                 name, text = body.split(b"\0")[:2]

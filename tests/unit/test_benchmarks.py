@@ -371,6 +371,17 @@ def test_statements_are_read_in_whatever_pieces_they_come(piece: int):
     assert asked.counts() == (2, 2, 3)
 
 
+def test_statements_that_are_sent_together_are_counted_one_by_one():
+    asked = Asked()
+    text = b"""BEGIN; SET LOCAL x TO off; SELECT set_config('a', 'b', true);
+    DELETE FROM "a;b" WHERE token = 'it''s; one'; UPDATE c SET d = 1; COMMIT;"""
+    Reader(asked).read(STARTUP + message(b"Q", text))
+
+    deleted = """DELETE FROM "a;b" WHERE token = 'it''s; one'"""
+    assert deleted in [text for _, text in asked.statements]
+    assert asked.counts() == (2, 4, 1)
+
+
 @pytest.mark.postgres
 def test_a_process_is_counted_by_what_reaches_the_server(postgres_server: Any):
     import psycopg

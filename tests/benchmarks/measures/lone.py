@@ -1,8 +1,9 @@
 """A job that nothing runs beside: the statements it costs, and what a worker costs that has none.
 
 Statements are read on their way to PostgreSQL, those of the worker and of who enqueues. BEGIN,
-COMMIT and savepoints are counted apart. All that is sent from one job to the next, half a second
-later, is a job's; "own" is what is left without that which an idle worker sends in the same time.
+COMMIT, savepoints and settings of a transaction are counted apart. All that is sent from one job to
+the next, half a second later, is a job's; "own" is what is left without that which an idle worker
+sends in the same time.
 """
 
 from __future__ import annotations
