@@ -15,16 +15,19 @@ from types import FrameType
 from typing import Any
 
 from tests.benchmarks import facts, report
-from tests.benchmarks.cases import ENGINES, REAL, Case, choose
+from tests.benchmarks.cases import EMBEDDED, ENGINES, POSTGRES, REAL, Case, choose
 from tests.benchmarks.catalogue import all_cases
 from tests.benchmarks.engines import POSTGRES_SETTINGS, RealEngine, open_engine
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.peers.catalogue import PEERS, chosen
+from tests.benchmarks.peers import timed
+from tests.benchmarks.peers.catalogue import PEERS, TIMED_PEERS, Peer, chosen
 from tests.benchmarks.peers.running import Peers
 from tests.benchmarks.published import page
 from tests.benchmarks.rounds import measure
 from tests.services import ServiceError, running
 
+USUAL = (REAL, EMBEDDED)
+"""The engines of a quick run."""
 MOST_SECONDS = 150.0
 """After this no further round is begun, so that the quick run ends in under three minutes."""
 
@@ -55,13 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
-    engines = ENGINES if options.engine == "both" else (options.engine,)
+    peers = {peer.name for peer in _timed(options)}
     every = [
         case
-        for name in engines
+        for name in dict.fromkeys(options.engine or USUAL)
         for case in all_cases(
             name, options.jobs, options.lanes, full=options.full, tables=options.rows
         )
+        if not case.peer or case.peer in peers
     ]
     for wanted in options.scenario:
         if not choose(every, [wanted]):
@@ -70,23 +74,38 @@ def _cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
     return [case for case in choose(every, options.scenario) if case.name not in options.leave_out]
 
 
+def _timed(options: argparse.Namespace) -> list[Peer]:
+    """Return the peers that are cases of the engine that is PostgreSQL alone."""
+    return chosen(options.peer, TIMED_PEERS) if options.peers else []
+
+
+def _drained(cases: Sequence[Case], options: argparse.Namespace) -> list[Peer]:
+    """Return the peers that are measured after each round."""
+    is_postgres_alone = {case.engine for case in cases} == {POSTGRES}
+    return chosen(options.peer) if options.peers and not is_postgres_alone else []
+
+
 def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     machine = facts.machine()
+    drained = _drained(cases, options)
+    told = timed.prepared([p for p in _timed(options) if p.name in {c.peer for c in cases}], _tell)
     with ExitStack() as stack:
         environment: Mapping[str, str] = os.environ
-        has_servers = options.peers or any(case.engine == REAL for case in cases)
+        has_all = bool(drained) or any(case.engine == REAL for case in cases)
+        has_servers = has_all or any(case.engine != EMBEDDED for case in cases)
         if has_servers:
-            _tell("starting Kafka, Redis and PostgreSQL")
-            environment = stack.enter_context(running(postgres_settings=POSTGRES_SETTINGS))
+            _tell(f"starting {'Kafka, Redis and ' if has_all else ''}PostgreSQL")
+            servers = running(kafka=has_all, redis=has_all, postgres_settings=POSTGRES_SETTINGS)
+            environment = stack.enter_context(servers)
         engines = {
             name: stack.enter_context(open_engine(name, environment))
             for name in dict.fromkeys(case.engine for case in cases)
         }
         peers = None
-        if options.peers:
+        if drained:
             engine = stack.enter_context(RealEngine(environment))
-            peers = Peers(chosen(options.peer), engine, jobs=options.jobs, tell=_tell)
+            peers = Peers(drained, engine, jobs=options.jobs, tell=_tell)
             peers.prepare()
         most = options.max_seconds
         if most is None:
@@ -103,7 +122,7 @@ def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
         versions = facts.versions(environment if has_servers else None)
     return report.as_dict(
         everything,
-        peers=peers.as_dict() if peers else {},
+        peers=(peers.as_dict() if peers else {}) | told,
         versions=versions,
         machine=machine,
         parameters={
@@ -121,14 +140,19 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
     add("--out", type=Path, metavar="FILE", help="write the JSON object there too")
-    add("--engine", choices=(*ENGINES, "both"), default="both")
+    add(
+        "--engine",
+        action="append",
+        choices=ENGINES,
+        help=f"may be given several times; {' and '.join(USUAL)} if none is",
+    )
     add(
         "--scenario",
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, lanes, processes, table, database, latency, rates, wait, "
-        "chain, memory or a "
+        help="drain, enqueue, relay, lanes, processes, table, lone, far, crowd, database, latency, "
+        "rates, wait, chain, memory or a "
         "case such as drain.insert; may be given several times",
     )
     add("--leave-out", action="append", default=[], metavar="CASE", help="all but this case")
@@ -153,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"begin no further round after this; 0: no limit; {MOST_SECONDS:g} unless --full",
     )
     add("--peers", action="store_true", help="other job queues too")
-    names = [peer.name for peer in PEERS]
+    names = [peer.name for peer in (*PEERS, *TIMED_PEERS)]
     add("--peer", action="append", default=[], choices=names, help="only this peer")
     add(
         "--plots",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-REAL, EMBEDDED = "real", "embedded"
-ENGINES = (REAL, EMBEDDED)
+REAL, POSTGRES, EMBEDDED = "real", "postgres", "embedded"
+ENGINES = (REAL, POSTGRES, EMBEDDED)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Case:
     about: str = ""
     against: str = "the loop written by hand"
     """What the other side is."""
+    peer: str = ""
+    """The job queue that is measured instead of ours, if it is not ours."""
 
     @property
     def scenario(self) -> str:

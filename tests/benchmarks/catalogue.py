@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tests.benchmarks.cases import EMBEDDED, REAL, Case, Input, Step
+from tests.benchmarks.cases import EMBEDDED, POSTGRES, REAL, Case, Input, Step
+from tests.benchmarks.peers.catalogue import TIMED_PEERS
 
 BATCH = 500
 """Messages in one transaction of the hand-written loops."""
 RATES = (20, 100, 250)
 """Jobs a second that people run."""
+LIMITS = {
+    REAL: "limits.kafka_postgres.run",
+    POSTGRES: "limits.postgres.run",
+    EMBEDDED: "limits.sqlite.run",
+}
+"""The loop written by hand, by engine."""
+FAR = {"2ms": 1, "20ms": 10}
+"""Milliseconds that the database is away in each direction, by the name of the case: with what the
+delaying proxy adds, a round trip takes 2.5 and 20.7."""
 CONCURRENT = 5_000
 """Of the loop whose handlers only wait: messages in one transaction, and waits at once."""
 
@@ -41,6 +52,12 @@ class Sizes:
     loaded_rate: int = 1_000
     database: int = 10_000
     """Of what is measured at the database."""
+    crowd: int = 0
+    """Enqueued one by one while a worker runs them."""
+    lone: int = 0
+    """Each with nothing beside it."""
+    together: int = 0
+    """Stored at once, with the database some milliseconds away."""
 
 
 QUICK = {
@@ -55,6 +72,22 @@ QUICK = {
         memory=20_000,
         keyed=600,
         processes=20_000,
+    ),
+    POSTGRES: Sizes(
+        drain=10_000,
+        outside=10_000,
+        insert=3_000,
+        sleep=1_000,
+        waiting=5_000,
+        single=400,
+        many=30_000,
+        memory=20_000,
+        loaded_rate=200,
+        idle_seconds=10,
+        database=5_000,
+        crowd=3_000,
+        lone=15,
+        together=1_000,
     ),
     EMBEDDED: Sizes(
         drain=3_000,
@@ -84,6 +117,24 @@ FULL = {
         database=20_000,
         latency_seconds=20,
         idle_seconds=10,
+    ),
+    POSTGRES: Sizes(
+        drain=100_000,
+        outside=50_000,
+        insert=20_000,
+        sleep=4_000,
+        waiting=50_000,
+        single=2_000,
+        many=30_000,
+        memory=300_000,
+        loaded_rate=200,
+        latency_seconds=20,
+        idle_seconds=30,
+        rate_seconds=15,
+        database=20_000,
+        crowd=3_000,
+        lone=40,
+        together=1_000,
     ),
     EMBEDDED: Sizes(
         drain=20_000,
@@ -119,6 +170,8 @@ def sizes_for(engine: str, jobs: int | None, full: bool = False) -> Sizes:
         processes=3 * jobs if sizes.processes else 0,
         database=jobs,
         single=min(sizes.single, jobs),
+        crowd=min(sizes.crowd, jobs),
+        together=min(sizes.together, jobs),
     )
 
 
@@ -143,6 +196,7 @@ def all_cases(
         *catalogue.drains(),
         *catalogue.enqueues(),
         *(catalogue.on_kafka() if engine == REAL else ()),
+        *(catalogue.on_postgres() if engine == POSTGRES else ()),
         *catalogue.latencies(),
         *catalogue.rates(),
         *catalogue.rest(),
@@ -154,7 +208,7 @@ class _Catalogue:
         self.engine = engine
         self.sizes = sizes
         self.worker = {"concurrency": concurrency}
-        self.limit = "limits.kafka_postgres.run" if engine == REAL else "limits.sqlite.run"
+        self.limit = LIMITS[engine]
 
     def drains(self) -> list[Case]:
         sizes = self.sizes
@@ -182,13 +236,13 @@ class _Catalogue:
                 batch=CONCURRENT,
             ),
         ]
-        if self.engine == REAL:
+        if self.engine != EMBEDDED:
             cases.insert(4, self._drain("insert_raw", "insert", sizes.insert, insert))
         return cases
 
     def _with_orm(self, case: Case) -> Case:
         """The loop too makes its writes through the ORM."""
-        if self.engine != REAL or case.limit is None:
+        if self.engine == EMBEDDED or case.limit is None:
             return case
         step = Step(case.limit.function, {**case.limit.arguments, "orm": True})
         return replace(
@@ -214,6 +268,7 @@ class _Catalogue:
 
     def enqueues(self) -> list[Case]:
         single, many = {"count": self.sizes.single}, {"count": self.sizes.many}
+        alone = self._by_peers("enqueue.single", "enqueue", single, "enqueue one by one, no worker")
         return [
             Case(
                 "enqueue.single",
@@ -222,6 +277,7 @@ class _Catalogue:
                 about="enqueue() in its own transaction",
                 against="Django's create() of the same row",
             ),
+            *alone,
             Case(
                 "enqueue.in_transaction",
                 self.engine,
@@ -249,6 +305,61 @@ class _Catalogue:
             *self._processes(),
             *self._tables(),
             *self._database(),
+        ]
+
+    def on_postgres(self) -> list[Case]:
+        """What matters most where PostgreSQL is the only server."""
+        sizes = self.sizes
+        crowd = {"count": sizes.crowd}
+        about = "enqueued one by one in one process while a worker runs them"
+        return [
+            Case(
+                "lone",
+                self.engine,
+                Step(
+                    "measures.lone.run", {"count": sizes.lone, "idle_seconds": sizes.idle_seconds}
+                ),
+                most_rounds=3,
+                about="a job with nothing beside it, and a worker that has none",
+            ),
+            *(self._far(name, each_way) for name, each_way in FAR.items()),
+            Case("crowd", self.engine, Step("measures.crowd.run", crowd), about=about),
+            *self._by_peers("crowd", "crowd", crowd, about),
+            *self._database(),
+        ]
+
+    def _far(self, name: str, each_way: float) -> Case:
+        arguments = {
+            "each_way": each_way,
+            "lone": self.sizes.lone,
+            "together": self.sizes.together,
+        }
+        return Case(
+            f"far.{name}",
+            self.engine,
+            Step("measures.far.run", arguments),
+            most_rounds=3,
+            about=f"{self.sizes.together:,} jobs that write a row, stored at once, and a lone job "
+            f"from stored to finished; the worker is {each_way} ms away from the database in each "
+            "direction",
+        )
+
+    def _by_peers(
+        self, case: str, function: str, arguments: dict[str, Any], about: str, compared: str = ""
+    ) -> list[Case]:
+        """The same measurement of each other queue on PostgreSQL, right after ours."""
+        if self.engine != POSTGRES:
+            return []
+        return [
+            Case(
+                f"{case}.{peer.name}",
+                self.engine,
+                Step(f"measures.peers.{function}", {"peer": peer.name, **arguments}),
+                compared=compared or "jobs_per_second",
+                about=about,
+                peer=peer.name,
+            )
+            for peer in TIMED_PEERS
         ]
 
     def _relay(self) -> Case:
@@ -324,6 +435,8 @@ class _Catalogue:
         step = Step("measures.database.steps", {"count": count})
         about = "what no-ops cost the database: all stored, then all published, then all run"
         only_topic = Input("no_op", 0, is_published=False)
+        if self.engine == POSTGRES:
+            about = "what no-ops cost the database: all stored, then all run"
         cases = [
             Case("database.steps", self.engine, step, input=only_topic, most_rounds=1, about=about),
             Case(
@@ -367,30 +480,45 @@ class _Catalogue:
                 about=f"{about}; {rate:g} a second",
             )
 
-        return [
+        cases = [
             latency("latency", 50, sizes.idle_seconds),
             latency("latency.loaded", sizes.loaded_rate, 0),
         ]
+        if self.engine != EMBEDDED:
+            half = Step("measures.latency.half", {"seconds": sizes.latency_seconds})
+            cases.append(
+                Case(
+                    "latency.half",
+                    self.engine,
+                    half,
+                    most_rounds=3,
+                    about="the same at half of the rate that one process can save and a worker run",
+                )
+            )
+        return cases
 
     def rates(self) -> list[Case]:
         """What a job costs when there are few."""
         is_real = self.engine == REAL
-        return [
-            Case(
-                f"rates.{rate}",
-                self.engine,
-                Step(
-                    "measures.rates.run",
-                    {"rate": rate, "seconds": self.sizes.rate_seconds, "has_celery": is_real},
+        cases = []
+        for rate in RATES:
+            arguments = {"rate": rate, "seconds": self.sizes.rate_seconds}
+            name, compared = f"rates.{rate}", "jobs_per_cpu_second"
+            about = f"jobs for a second of all processors' time; {rate} a second, one at a time"
+            cases += [
+                Case(
+                    name,
+                    self.engine,
+                    Step("measures.rates.run", {**arguments, "has_celery": is_real}),
+                    compared=compared,
+                    about=about,
+                    against="Celery, late acknowledgement, two processes, Redis, no row"
+                    if is_real
+                    else "",
                 ),
-                compared="jobs_per_cpu_second",
-                about=f"jobs for a second of all processors' time; {rate} a second, one at a time",
-                against="Celery, late acknowledgement, two processes, Redis, no row"
-                if is_real
-                else "",
-            )
-            for rate in RATES
-        ]
+                *self._by_peers(name, "rate", arguments, about, compared),
+            ]
+        return cases
 
     def rest(self) -> list[Case]:
         is_real = self.engine == REAL

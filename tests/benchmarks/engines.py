@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from kjo_django.ids import uuid7
 from tests.benchmarks import child
-from tests.benchmarks.cases import EMBEDDED, REAL, Input
+from tests.benchmarks.cases import EMBEDDED, POSTGRES, REAL, Input
 from tests.benchmarks.errors import BenchmarkError
 
 POSTGRES_SETTINGS = {"shared_buffers": "1GB"}
@@ -117,24 +117,26 @@ class Engine(ABC):
         """Leave nothing behind."""
 
 
-class RealEngine(Engine):
-    """Kafka, Redis and PostgreSQL.
+class PostgresEngine(Engine):
+    """PostgreSQL alone: the database transport and the database's coordination.
 
-    :param environment: names all three servers.
+    :param environment: names the server.
     """
 
-    name = REAL
-    has_topics = True
+    name = POSTGRES
+    has_topics = False
+    servers_used = ("DATABASE_URL",)
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        super().__init__(environment)
+        others = {name for name in SERVERS if name not in self.servers_used}
+        super().__init__({k: v for k, v in environment.items() if k not in others})
         self._server = environment["DATABASE_URL"]
         self._databases: set[str] = set()
 
     @property
     def servers(self) -> dict[str, str]:
         """The variables that name the servers."""
-        return {name: self._environment[name] for name in SERVERS}
+        return {name: self._environment[name] for name in self.servers_used}
 
     @contextmanager
     def empty(self) -> Iterator[str]:
@@ -174,6 +176,21 @@ class RealEngine(Engine):
         if os.environ.get("DATABASE_URL"):
             for name in list(self._databases):
                 self._drop(f"//server/{name}")
+
+
+class RealEngine(PostgresEngine):
+    """Kafka, Redis and PostgreSQL.
+
+    :param environment: names all three servers.
+    """
+
+    name = REAL
+    has_topics = True
+    servers_used = SERVERS
+
+    def close(self) -> None:
+        """Servers of ours end anyway; a given one is left as it was found."""
+        super().close()
         if os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
             self._delete_topics()
 
@@ -236,5 +253,5 @@ def _file(url: str) -> Path:
 
 def open_engine(name: str, environment: Mapping[str, str]) -> Engine:
     """Return an engine by its name."""
-    kinds: Sequence[type[Engine]] = (RealEngine, EmbeddedEngine)
+    kinds: Sequence[type[Engine]] = (RealEngine, PostgresEngine, EmbeddedEngine)
     return next(kind for kind in kinds if kind.name == name)(environment)

@@ -38,7 +38,7 @@ def _cpu_model() -> str:
 def versions(environment: Mapping[str, str] | None) -> dict[str, str]:
     """Return the versions of what is measured and of what it stands on.
 
-    :param environment: names the servers; None when none takes part.
+    :param environment: names the servers that take part; None when none does.
     """
     import sqlite3
 
@@ -58,19 +58,24 @@ def versions(environment: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _servers(environment: Mapping[str, str]) -> dict[str, str]:
-    import confluent_kafka
     import psycopg
+
+    with psycopg.connect(environment["DATABASE_URL"]) as connection:
+        row = connection.execute("SHOW server_version").fetchone()
+    found = {"postgresql_server": str(row[0]).split()[0] if row else "unknown"}
+    return found | (_brokers(environment) if "REDIS_URL" in environment else {})
+
+
+def _brokers(environment: Mapping[str, str]) -> dict[str, str]:
+    import confluent_kafka
     import redis
 
     from tests.services.maven import kafka_version
 
-    with psycopg.connect(environment["DATABASE_URL"]) as connection:
-        row = connection.execute("SHOW server_version").fetchone()
     info = redis.Redis.from_url(environment["REDIS_URL"]).info("server")
     is_given = bool(os.environ.get("KAFKA_BOOTSTRAP_SERVERS"))
     return {
         "librdkafka": confluent_kafka.libversion()[0],
-        "postgresql_server": str(row[0]).split()[0] if row else "unknown",
         "redis_server": str(info.get("redis_version", "unknown")),
         "kafka_server": "given, unknown" if is_given else kafka_version(),
     }

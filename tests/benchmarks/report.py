@@ -57,6 +57,14 @@ NOTES = {
     "switches_per_job": "switches of the worker's threads",
     "idle_cpu_percent": "% of a core while idle",
     "saved_per_second": "saved a second",
+    "sustained_per_second": "saved and run a second at most",
+    "p50_by_few": "× the p50 at 50 a second",
+    "statements_per_job": "statements a job, half a second apart",
+    "own_statements_per_job": "of them without those of an idle worker",
+    "idle_statements_per_second": "statements a second while idle",
+    "round_trip_ms": "ms for a round trip",
+    "together_seconds": "s for all that were stored at once",
+    "ended_per_second": "a second from the first enqueue() to the last end",
     "machine_cpu_percent": "% of all processors in use",
     "rss_before_mb": "MB before",
     "rss_at_a_fifth_mb": "MB at a fifth",
@@ -64,7 +72,16 @@ NOTES = {
     "rss_peak_mb": "MB at most",
 }
 SHOWN = {
-    "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent", "saved_per_second"),
+    "latency": (
+        *("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent", "saved_per_second"),
+        *("sustained_per_second", "p50_by_few"),
+    ),
+    "lone": (
+        *("p50_ms", "p99_ms", "statements_per_job", "own_statements_per_job"),
+        *("idle_statements_per_second", "idle_cpu_percent"),
+    ),
+    "far": ("p50_ms", "p99_ms", "round_trip_ms", "together_seconds"),
+    "crowd": ("ended_per_second",),
     "wait": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
     "chain": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
     "rates": (

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import os
 import struct
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from django.db import transaction
 
 import kjo_django
+from tests.benchmarks import __main__ as command_line
 from tests.benchmarks import catalogue, report, rounds
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.cases import EMBEDDED, ENGINES, REAL, Case, Step, choose
+from tests.benchmarks.cases import EMBEDDED, ENGINES, POSTGRES, REAL, Case, Step, choose
 from tests.benchmarks.completions import check_order
+from tests.benchmarks.engines import open_engine
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.measures.rates import Spent
 from tests.benchmarks.peers import catalogue as peer_catalogue
+from tests.benchmarks.peers import environments, timed
 from tests.benchmarks.peers.running import MeasuredPeer, Peers, read_tallies
+from tests.benchmarks.peers.sides import saving
 from tests.benchmarks.peers.sides.tally import SHAPE
 from tests.benchmarks.profile import AROUND, REST, STAGES, by_stage
 from tests.benchmarks.rounds import Measured, medians, rounded, spread_percent
+from tests.benchmarks.wire import Asked, Reader, listening
 from tests.benchmarks.workloads import WORKLOADS
 
 pytestmark = pytest.mark.large  # about the benchmarks alone
@@ -189,6 +201,47 @@ def test_scenarios_are_chosen_by_their_name_or_the_cases():
     assert [case.name for case in choose(cases, ["drain.no_op"])] == ["drain.no_op"]
 
 
+def test_each_rate_of_ours_is_followed_by_that_of_each_other_queue_on_postgresql():
+    names = [case.name for case in choose(catalogue.all_cases(POSTGRES), ["rates"])]
+
+    queues = [f".{peer.name}" for peer in peer_catalogue.TIMED_PEERS]
+    assert names == [f"rates.{rate}{queue}" for rate in (20, 100, 250) for queue in ("", *queues)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "peers"),
+    [
+        ([], set()),
+        (["--peers"], {peer.name for peer in peer_catalogue.TIMED_PEERS}),
+        (["--peers", "--peer", "oban"], {"oban"}),
+    ],
+)
+def test_other_queues_are_measured_when_asked_for(arguments: list[str], peers: set[str]):
+    parser = command_line._parser()
+    options = parser.parse_args(["--engine", "postgres", *arguments])
+
+    cases = command_line._cases(parser, options)
+
+    assert {case.peer for case in cases} - {""} == peers
+    assert command_line._drained(cases, options) == []
+
+
+def test_without_an_engine_two_are_measured():
+    parser = command_line._parser()
+    cases = command_line._cases(parser, parser.parse_args([]))
+    assert {case.engine for case in cases} == {REAL, EMBEDDED}
+
+
+def test_what_runs_on_postgresql_alone_is_told_of_no_other_server():
+    environment = {
+        "DATABASE_URL": "postgresql://somewhere/db",
+        "REDIS_URL": "redis://x",
+        "KAFKA_BOOTSTRAP_SERVERS": "x:1",
+    }
+    told = {name: open_engine(name, environment)._environment for name in (REAL, POSTGRES)}
+    assert told == {REAL: environment, POSTGRES: {"DATABASE_URL": "postgresql://somewhere/db"}}
+
+
 def test_a_key_out_of_order_is_noticed():
     check_order([("a", "1"), ("b", "1"), ("a", "2"), ("b", "3")])
     with pytest.raises(BenchmarkError, match="a: 1 was carried out after 2"):
@@ -223,10 +276,124 @@ def test_a_peer_that_cannot_be_installed_is_told_with_the_reason(monkeypatch):
 
 def test_every_peer_has_its_side():
     sides = Path(peer_catalogue.__file__).parent / "sides"
-    for peer in peer_catalogue.PEERS:
+    for peer in (*peer_catalogue.PEERS, *peer_catalogue.TIMED_PEERS):
         assert (sides / peer.side).exists()
         assert peer.setup
         assert MeasuredPeer(peer, 5).as_dict()["missing"]
+
+
+def test_a_queue_that_cannot_be_installed_is_told_with_the_reason(monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise BenchmarkError("no such package")
+
+    monkeypatch.setattr(environments, "python_of", refuse)
+    told = timed.prepared(peer_catalogue.TIMED_PEERS[:1], lambda line: None)
+    assert told["oban"]["missing"] == "no such package"
+    assert report.failures({"results": {}, "peers": told}) == ["oban"]
+    with pytest.raises(BenchmarkError, match="no such package"), timed.running("oban"):
+        pass
+
+
+def test_an_environment_has_a_python_that_is_new_enough():
+    assert environments.interpreter_for(sys.version_info[:2]) == sys.executable
+    with pytest.raises(BenchmarkError, match=r"there is no Python 3\.98 or newer"):
+        environments.interpreter_for((3, 98))
+
+
+def test_a_side_saves_as_many_as_it_is_told_and_tells_how_long_that_took(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[3, 0]\n[4, 200]\n"))
+    moments: list[float] = []
+
+    saving.save(moments.append)
+
+    at_once, evenly = map(float, capsys.readouterr().out.split())
+    assert len(moments) == 7
+    assert at_once < moments[3] - moments[0] + 1
+    assert evenly >= 3 / 200
+
+
+def test_a_job_of_a_side_tells_when_it_ran(monkeypatch, tmp_path):
+    times = tmp_path / "times"
+    times.touch()
+    monkeypatch.setenv("TIMES", str(times))
+    saving._times.cache_clear()
+    before = time.monotonic()
+    saving.ran(before - 2)
+    os.close(saving._times())
+    saving._times.cache_clear()
+
+    side = timed.Running(None, None, times)  # type: ignore[arg-type]
+    ((delay, at),) = side.wait_for(1)
+    assert delay >= 2
+    assert before <= at <= time.monotonic()
+
+
+def test_what_a_process_spends_on_the_measurement_is_left_out():
+    spent = Spent({"worker": os.getpid(), "saver": os.getpid()})
+    sum(range(1_000_000))
+    spent.leave_out("saver", 0.5)
+    figures = spent.figures(1)
+    assert figures["worker_ms"] - figures["saver_ms"] == pytest.approx(500, abs=50)
+
+
+# --- Statements on their way ----------------------------------------------------------------------
+
+
+def message(kind: bytes, *parts: bytes) -> bytes:
+    body = b"".join(part + b"\0" for part in parts)
+    return kind + (len(body) + 4).to_bytes(4, "big") + body
+
+
+STARTUP = message(b"", (196608).to_bytes(4, "big") + b"user")
+ENCRYPTION = (8).to_bytes(4, "big") + (80877103).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_statements_are_read_in_whatever_pieces_they_come(piece: int):
+    # Given a prepared statement that runs twice in one pipeline, inside a transaction
+    sent = b"".join(
+        [
+            ENCRYPTION + STARTUP,
+            message(b"Q", b"BEGIN"),
+            message(b"P", b"claim", b"UPDATE one"),
+            *[message(b"B", b"", b"claim"), message(b"E", b"")] * 2,
+            message(b"S"),
+            message(b"Q", b"COMMIT"),
+        ]
+    )
+    asked = Asked()
+    reader = Reader(asked)
+    # When
+    for start in range(0, len(sent), piece):
+        reader.read(sent[start : start + piece])
+    # Then
+    assert [text for _, text in asked.statements] == ["BEGIN", "UPDATE one", "UPDATE one", "COMMIT"]
+    assert asked.counts() == (2, 2, 3)
+
+
+def test_statements_that_are_sent_together_are_counted_one_by_one():
+    asked = Asked()
+    text = b"""BEGIN; SET LOCAL x TO off; SELECT set_config('a', 'b', true);
+    DELETE FROM "a;b" WHERE token = 'it''s; one'; UPDATE c SET d = 1; COMMIT;"""
+    Reader(asked).read(STARTUP + message(b"Q", text))
+
+    deleted = """DELETE FROM "a;b" WHERE token = 'it''s; one'"""
+    assert deleted in [text for _, text in asked.statements]
+    assert asked.counts() == (2, 4, 1)
+
+
+@pytest.mark.postgres
+def test_a_process_is_counted_by_what_reaches_the_server(postgres_server: Any):
+    import psycopg
+
+    url = urlsplit(postgres_server.url)
+    with listening(str(url.hostname), int(url.port or 0)) as (port, asked):
+        far = url._replace(netloc=url.netloc.replace(f":{url.port}", f":{port}")).geturl()
+        with psycopg.connect(far) as connection:
+            for number in range(8):
+                connection.execute("SELECT %s", [number])
+    # Preparing a statement that comes often is a round trip in which none runs.
+    assert asked.counts() == (8, 2, 11)
 
 
 # --- The whole ------------------------------------------------------------------------------------
@@ -249,11 +416,33 @@ def test_it_measures_the_embedded_default(tmp_path, capsys):
     assert "drain.insert" in capsys.readouterr().out
 
 
+@pytest.mark.postgres
+def test_it_measures_postgresql_alone(postgres_server: Any, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATABASE_URL", postgres_server.url)
+    monkeypatch.delenv("KAFKA_BOOTSTRAP_SERVERS", raising=False)
+    out = tmp_path / "result.json"
+    sizes = ["--engine", "postgres", "--jobs", "600", "--rounds", "1", "--out", str(out)]
+    chosen = ["--scenario", "drain.insert", "--scenario", "database.steps", "--scenario", "crowd"]
+
+    assert main([*sizes, *chosen]) == 0
+
+    found = json.loads(out.read_text())
+    assert found["versions"]["postgresql_server"]
+    assert "kafka_server" not in found["versions"]
+    cases = found["results"]["postgres"]
+    assert cases["drain.insert"]["limit"]["jobs_per_second"] > 0
+    assert cases["crowd"]["ours"]["jobs_per_second"] > 0
+    # A job's row is written when it is stored and when it ends; its marker, its message once
+    assert cases["database.steps"]["ours"]["together:row_versions"] >= 3
+    assert "relay:wal_bytes" not in cases["database.steps"]["ours"]
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_it_measures_every_case_and_every_peer(tmp_path):
+    engines = [argument for name in ENGINES for argument in ("--engine", name)]
     sizes = ["--jobs", "1200", "--rounds", "1", "--max-seconds", "0", "--rows", "20000"]
-    assert main([*sizes, "--peers", "--out", str(tmp_path / "result.json")]) == 0
+    assert main([*engines, *sizes, "--peers", "--out", str(tmp_path / "result.json")]) == 0
 
 
 # --- Profile --------------------------------------------------------------------------------------

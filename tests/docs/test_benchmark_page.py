@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.published import page, plots, svg
+from tests.benchmarks.published import alone, page, plots, svg
 from tests.benchmarks.published.targets import TARGETS, Target, judged
 
 FOUND = page.results()
@@ -47,10 +47,10 @@ def test_the_profile_is_shared_out_completely():
 def test_every_target_that_is_not_reached_is_spoken_of():
     missed = {
         target.group
-        for target, value in judged(FOUND["real"])
+        for target, value in (*judged(FOUND["real"]), *judged(FOUND, alone.TARGETS))
         if value is None or not target.is_reached(value)
     }
-    told = set(map(int, re.findall(r"^\*\*Target (\d)", TEXT, re.MULTILINE)))
+    told = set(map(int, re.findall(r"^\*\*Target (\d+)", TEXT, re.MULTILINE)))
     assert missed <= told
 
 
@@ -97,6 +97,69 @@ def test_a_peer_is_compared_by_rate_and_a_table_by_cost():
 
 def test_the_targets_are_the_seven_that_are_measured():
     assert sorted({target.group for target in TARGETS}) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted({target.group for target in alone.TARGETS}) == [9, 10, 11, 12, 13, 14, 15]
+
+
+def on_postgres(**cases: dict) -> dict:
+    named = {name.replace("__", "."): case for name, case in cases.items()}
+    run = {"results": {"postgres": named}, "peers": {"oban": {"versions": {"oban": "0.7"}}}}
+    return {"postgres": run}
+
+
+def values_of(found: dict) -> dict[str, float]:
+    told = judged(found, alone.TARGETS)
+    return {target.text: value for target, value in told if value is not None}
+
+
+def test_a_job_on_postgresql_is_compared_with_obans():
+    found = on_postgres(
+        rates__20={"ours": {"worker_ms": 6.0, "postgres_ms": 3.0, "p50_ms": 4.0, "p99_ms": 9.0}},
+        rates__20__oban={"ours": {"worker_ms": 2.0, "postgres_ms": 1.5}},
+    )
+
+    assert values_of(found) == {
+        "20/s: worker's CPU by Oban's": 3,
+        "20/s: PostgreSQL's CPU by Oban's": 2,
+        "20/s: p50": 4,
+        "20/s: p99": 9,
+    }
+
+
+def test_round_trips_are_told_by_what_a_longer_one_adds():
+    found = on_postgres(
+        far__2ms={"ours": {"p50_ms": 20.0, "round_trip_ms": 2.5, "together_seconds": 1.0}},
+        far__20ms={"ours": {"p50_ms": 110.0, "round_trip_ms": 20.5, "together_seconds": 3.0}},
+    )
+    assert values_of(found)["Round trips one after the other, from stored to finished"] == 5
+
+
+def test_the_worst_of_all_drains_is_compared_with_what_it_was():
+    found = {
+        engine: {"results": {engine: {name: {"ratio": before} for name, before in ratios.items()}}}
+        for engine, ratios in alone.BEFORE.items()
+    }
+    found["embedded"]["results"]["embedded"]["drain.async"]["ratio"] /= 2
+    assert values_of(found)["Any drain's ratio on Kafka and SQLite, by the one before"] == 0.5
+
+
+def test_a_queue_that_is_missing_is_named_where_the_others_have_figures():
+    run = {
+        "versions": {"kjo_django": "1"},
+        "results": {"postgres": {"crowd": {"ours": {"jobs_per_second": 400.0}}}},
+        "peers": {
+            "oban": {
+                "versions": {},
+                "leaves": "a row",
+                "setup": "as it comes",
+                "options": {"LIMIT": "10"},
+                "missing": "there is no Python 3.13",
+            }
+        },
+    }
+    *_, ours, theirs = page.BLOCKS["postgres peers"]({"postgres": run})
+    assert "| 400 |" in ours
+    assert "oban (not installed)" in theirs
+    assert "there is no Python 3.13" in theirs
 
 
 # --- Pictures -------------------------------------------------------------------------------------

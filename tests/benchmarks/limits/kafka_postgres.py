@@ -63,6 +63,9 @@ HANDLERS: Handlers = {
 }
 ORM_HANDLERS: Handlers = {**COMMON, "ledger.write": create, "benchmarks.write_only": create}
 
+Received = tuple[dict[str, bytes], bytes]
+"""Headers and value of a message."""
+
 
 def run(workload: str, count: int, batch: int, orm: bool = False) -> dict[str, float]:
     """Drain the topic; the figures of `measures.drain`.
@@ -82,7 +85,7 @@ def run(workload: str, count: int, batch: int, orm: bool = False) -> dict[str, f
     consumer.subscribe([topic])
     done = 0
     handlers = ORM_HANDLERS if orm else HANDLERS
-    with _djangos() if orm else psycopg.connect(os.environ["DATABASE_URL"]) as connection:
+    with opened(orm) as connection:
         while done < count:
             messages = consumer.consume(min(batch, count - done), 30.0)
             if not messages:
@@ -94,8 +97,12 @@ def run(workload: str, count: int, batch: int, orm: bool = False) -> dict[str, f
 
 
 @contextmanager
-def _djangos() -> Iterator[psycopg.Connection[Any]]:
-    """Yield the connection of Django's ORM, with transactions ended by hand."""
+def opened(orm: bool) -> Iterator[psycopg.Connection[Any]]:
+    """Yield a connection whose transactions are ended by hand: a new one, or Django's own."""
+    if not orm:
+        with psycopg.connect(os.environ["DATABASE_URL"]) as own:
+            yield own
+        return
     from django.db import connection
 
     connection.set_autocommit(False)
@@ -105,31 +112,36 @@ def _djangos() -> Iterator[psycopg.Connection[Any]]:
 
 def settle(connection: psycopg.Connection[Any], messages: list[Message], handlers: Handlers) -> int:
     """Run the handlers of a batch and commit their effects."""
-    received: dict[str, tuple[dict[str, bytes], bytes]] = {}
+    received: list[Received] = []
     for message in messages:
         if message.error() is not None:
             raise BenchmarkError(str(message.error()))
-        headers = dict(message.headers())
-        received[headers["kjo-id"].decode()] = (headers, message.value())
-    now = datetime.now(UTC)
+        received.append((dict(message.headers()), message.value()))
     with connection.cursor() as cursor:
-        types = [headers["kjo-type"].decode() for headers, _ in received.values()]
-        ids = [uuid7() for _ in received]
-        marks = {"now": now, "ids": ids, "events": list(received), "types": types}
-        cursor.execute(MARK, marks)
-        fresh = [received[row[0]] for row in cursor.fetchall()]
-        started = datetime.now(UTC)
-        payloads: dict[str, Payloads] = {}
-        for headers, value in fresh:
-            payloads.setdefault(headers["kjo-type"].decode(), []).append(loads(value))
-        for handler, those in payloads.items():
-            handlers[handler](cursor, those)
-        outcome = {
-            "now": datetime.now(UTC),
-            "started": started,
-            "ids": [headers["kjo-job-id"].decode() for headers, _ in fresh],
-            "generations": [int(headers["kjo-generation"]) for headers, _ in fresh],
-        }
-        cursor.execute(COMPLETE, outcome)
+        carry_out(cursor, received, handlers)
     connection.commit()
     return len(messages)
+
+
+def carry_out(cursor: psycopg.Cursor[Any], received: list[Received], handlers: Handlers) -> None:
+    """Write the markers of a batch, run the handlers, write the outcomes."""
+    by_id = {headers["kjo-id"].decode(): (headers, value) for headers, value in received}
+    now = datetime.now(UTC)
+    types = [headers["kjo-type"].decode() for headers, _ in by_id.values()]
+    ids = [uuid7() for _ in by_id]
+    marks = {"now": now, "ids": ids, "events": list(by_id), "types": types}
+    cursor.execute(MARK, marks)
+    fresh = [by_id[row[0]] for row in cursor.fetchall()]
+    started = datetime.now(UTC)
+    payloads: dict[str, Payloads] = {}
+    for headers, value in fresh:
+        payloads.setdefault(headers["kjo-type"].decode(), []).append(loads(value))
+    for handler, those in payloads.items():
+        handlers[handler](cursor, those)
+    outcome = {
+        "now": datetime.now(UTC),
+        "started": started,
+        "ids": [headers["kjo-job-id"].decode() for headers, _ in fresh],
+        "generations": [int(headers["kjo-generation"]) for headers, _ in fresh],
+    }
+    cursor.execute(COMPLETE, outcome)

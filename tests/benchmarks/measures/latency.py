@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any
@@ -27,6 +28,10 @@ WARM_UP = 30
 PATIENCE = 30.0
 MOST_PER_THREAD = 250
 """Jobs a second one thread saves; more would have it late."""
+FEW = 50
+"""Jobs a second that no machine is busy with."""
+FLOOD_SECONDS = 10
+"""About as long takes what is saved at once, to find what is sustained."""
 
 
 def run(
@@ -46,12 +51,45 @@ def run(
     return {**percentiles(delays), **saving, **idle}
 
 
+def half(seconds: float) -> dict[str, float]:
+    """Find the rate that is sustained while a worker runs beside, then measure at half of it, and
+    at ``FEW`` a second."""
+    with worker() as (_, answers):
+        save(WARM_UP, FEW)
+        done = WARM_UP
+        answers.wait_for(done)
+        count = int(FLOOD_SECONDS * MOST_PER_THREAD)
+        flood, _ = save(count, math.inf)
+        ended = answers.wait_for(done + count)
+        done += count
+        sustained = count / (max(ended[id] for id in flood) - min(flood.values()))
+        figures = {"sustained_per_second": sustained}
+        for name, rate in (("", sustained / 2), ("few_", FEW)):
+            saved, _ = save(int(rate * seconds), rate)
+            done += len(saved)
+            ended = answers.wait_for(done)
+            delays = [(ended[id] - moment) * 1000 for id, moment in saved.items()]
+            figures |= {f"{name}{key}": value for key, value in percentiles(delays).items()}
+    return {**figures, "p50_by_few": figures["p50_ms"] / figures["few_p50_ms"]}
+
+
 @contextmanager
-def worker(concurrency: int | None = None) -> Iterator[tuple[subprocess.Popen[str], Answers]]:
-    """Yield a worker process that is ready, and what it reports; it is stopped afterwards."""
-    command = child.command("measures.latency.work", {"concurrency": concurrency})
+def worker(
+    concurrency: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    *,
+    tells_ends: bool = True,
+) -> Iterator[tuple[subprocess.Popen[str], Answers]]:
+    """Yield a worker process that is ready, and what it reports; it is stopped afterwards.
+
+    :param variables: of its environment, instead of those of this process.
+    :param tells_ends: whether it reports each job's end; to hear of them costs this process time.
+    """
+    arguments = {"concurrency": concurrency, "tells_ends": tells_ends}
+    command = child.command("measures.latency.work", arguments)
+    environment = {**os.environ, **(variables or {})}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stdin is not None
@@ -65,7 +103,7 @@ def worker(concurrency: int | None = None) -> Iterator[tuple[subprocess.Popen[st
             process.kill()
 
 
-def work(concurrency: int | None = None) -> None:
+def work(concurrency: int | None = None, tells_ends: bool = True) -> None:
     """The worker process: reports each job's end on stdout, stops when stdin is closed."""
     is_over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
@@ -74,7 +112,8 @@ def work(concurrency: int | None = None) -> None:
         # Sent after the commit of the outcome.
         _say({"id": job_id, "at": time.monotonic()})
 
-    signals.job_completed.connect(tell, weak=False)
+    if tells_ends:
+        signals.job_completed.connect(tell, weak=False)
     worker = Worker(["ledger"], concurrency=concurrency)
     is_told = False
 
@@ -113,6 +152,12 @@ class Answers:
                 self._seen.update(answer)
                 self._changed.notify_all()
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor seconds of the thread that reads, which a process that only saves has not."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def expect(self, word: str) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: word in self._seen, PATIENCE):
@@ -136,7 +181,7 @@ def save(
 
     :param job: enqueues the job of this number.
     """
-    threads = math.ceil(rate / MOST_PER_THREAD)
+    threads = 1 if rate == math.inf else math.ceil(rate / MOST_PER_THREAD)
     saved: dict[str, float] = {}
     took: list[float] = []
     start = time.monotonic()

@@ -47,9 +47,11 @@ def _ours(rate: float, seconds: float) -> Figures:
         latency.save(WARM_UP, rate, _no_op)
         answers.wait_for(WARM_UP)
         time.sleep(SETTLE)
-        spent = _Spent({"worker": process.pid, "saver": os.getpid(), **_servers()})
+        reading = answers.cpu_seconds
+        spent = Spent({"worker": process.pid, "saver": os.getpid(), **servers()})
         saved, _ = latency.save(int(rate * seconds), rate, _no_op)
         done = answers.wait_for(WARM_UP + len(saved))
+        spent.leave_out("saver", answers.cpu_seconds - reading)
         figures = spent.figures(len(saved))
         figures |= latency.percentiles([(done[id] - at) * 1000 for id, at in saved.items()])
     return figures
@@ -94,8 +96,7 @@ def _celery_with(
     try:
         save(WARM_UP)
         time.sleep(SETTLE)
-        servers = {"redis": _servers()["redis"]}
-        spent = _Spent({"worker": worker.pid, "saver": saver.pid, **servers})
+        spent = Spent({"worker": worker.pid, "saver": saver.pid, "redis": servers()["redis"]})
         delays = save(int(rate * seconds))
         return spent.figures(len(delays)) | latency.percentiles([1000 * each for each in delays])
     finally:
@@ -108,7 +109,7 @@ def _celery_with(
         saver.wait()
 
 
-def _servers() -> dict[str, int]:
+def servers() -> dict[str, int]:
     """Return the processes of the servers on this machine, by the ports they listen on."""
     ports = {
         name: urlsplit(f"//{address}" if "//" not in address else address).port
@@ -127,13 +128,17 @@ def _servers() -> dict[str, int]:
     return {name: listening[port] for name, port in ports.items() if port in listening}
 
 
-class _Spent:
+class Spent:
     """The processor time of processes and their children from now on."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
         self._before = {name: _seconds(each) for name, each in self._processes.items()}
         self._switches = self._of_worker()
+
+    def leave_out(self, name: str, seconds: float) -> None:
+        """Let what a process has spent on the measurement itself not count."""
+        self._before[name] += seconds
 
     def _of_worker(self) -> int:
         tasks = Path(f"/proc/{self._processes['worker'].pid}/task")

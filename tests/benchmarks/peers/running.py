@@ -152,7 +152,7 @@ def drain(measured: MeasuredPeer, tallies: Path, variables: Mapping[str, str]) -
             log.seek(0)
             raise BenchmarkError(f"{error}: {log.read()[-400:]}") from error
         finally:
-            _end(worker)
+            end(worker)
     count, first, last = read_tallies(tallies)
     if count != measured.jobs:
         raise BenchmarkError(f"{count} runs of {measured.jobs} jobs")
@@ -222,7 +222,8 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _end(worker: subprocess.Popen[bytes]) -> None:
+def end(worker: subprocess.Popen[bytes]) -> None:
+    """End a worker and what it has started."""
     # The group is the worker's own; what it started may outlive it.
     family = _family(worker.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):

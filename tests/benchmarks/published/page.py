@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import report
-from tests.benchmarks.published import plots
-from tests.benchmarks.published.targets import judged
+from tests.benchmarks.published import alone, plots
+from tests.benchmarks.published.targets import Target, judged
 from tests.benchmarks.report import number
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "explanation"
@@ -98,8 +98,18 @@ def machine(found: Results) -> Iterator[str]:
 @_block
 def targets(found: Results) -> Iterator[str]:
     """Yield every target and whether it is reached."""
+    return _judged(judged(found["real"]))
+
+
+@_block
+def postgres_targets(found: Results) -> Iterator[str]:
+    """Yield what was set out for PostgreSQL alone, and for the others beside it."""
+    return _judged(judged(found, alone.TARGETS))
+
+
+def _judged(found: Iterable[tuple[Target, float | None]]) -> Iterator[str]:
     rows = []
-    for target, value in judged(found["real"]):
+    for target, value in found:
         if value is None:
             verdict, told = "not measured", ""
         else:
@@ -112,7 +122,10 @@ def targets(found: Results) -> Iterator[str]:
 
 def _cases(found: Results, engine: str) -> Iterator[str]:
     rows = []
-    for name, case in found[engine]["results"][engine].items():
+    run = found[engine]
+    for name, case in run["results"][engine].items():
+        if name.rpartition(".")[2] in run["peers"]:  # those have a table of their own
+            continue
         ours, limit = case["ours"], case.get("limit", {})
         rows.append(
             (
@@ -140,6 +153,61 @@ def real(found: Results) -> Iterator[str]:
 def embedded(found: Results) -> Iterator[str]:
     """Yield the cases of the embedded default."""
     return _cases(found, "embedded")
+
+
+@_block
+def postgres(found: Results) -> Iterator[str]:
+    """Yield the cases of PostgreSQL alone."""
+    return _cases(found, "postgres")
+
+
+@_block
+def postgres_database(found: Results) -> Iterator[str]:
+    """Yield what jobs cost PostgreSQL where it is alone."""
+    head = ("For each job", *(name.replace(" B", ", bytes") for name in report.STEP_COLUMNS))
+    steps = report.steps_of(found["postgres"]["results"]["postgres"])
+    return table(head, ((f"`{name.strip()}`", *figures) for name, *figures in steps))
+
+
+@_block
+def postgres_rates(found: Results) -> Iterator[str]:
+    """Yield what a job costs on PostgreSQL alone at the rates that people run, by queue."""
+    keys = ("worker_ms", "postgres_ms", "saver_ms", "p50_ms", "p99_ms")
+    rows = [
+        (f"{queue}, {rate}/s", *(_short(figures.get(key)) for key in keys))
+        for rate in alone.RATES
+        for queue, figures in alone.by_queue(found, f"rates.{rate}")
+    ]
+    head = ("Queue and rate", "worker, CPU ms", "PostgreSQL, CPU ms", "saver, CPU ms")
+    return table((*head, "p50 ms", "p99 ms"), rows)
+
+
+@_block
+def postgres_peers(found: Results) -> Iterator[str]:
+    """Yield the queues that PostgreSQL alone is compared with, and how fast each enqueues."""
+    run = found["postgres"]
+    told = {
+        name: (
+            f"{name} ({next(iter(peer['versions'].values()), 'not installed')})",
+            peer["leaves"],
+            peer["setup"] + "".join(f", {n.lower()} {v}" for n, v in peer["options"].items()),
+            peer.get("missing", ""),
+        )
+        for name, peer in run["peers"].items()
+    }
+    ours = f"kjo_django {run['versions']['kjo_django']}"
+    told[alone.OURS] = (ours, "a row, and a marker against a second run", "defaults", "")
+    rates = [dict(alone.by_queue(found, name)) for name in ("enqueue.single", "crowd")]
+    rows = [
+        (
+            *told[name][:3],
+            *(number(rate.get(name, {}).get("jobs_per_second"), 0) for rate in rates),
+            told[name][3],
+        )
+        for name in (alone.OURS, *run["peers"])
+    ]
+    head = ("Queue", "what a job leaves", "set up", "enqueued/s", "while a worker runs", "")
+    return table(head, rows)
 
 
 @_block

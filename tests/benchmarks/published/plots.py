@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tests.benchmarks.published import alone
 from tests.benchmarks.published.svg import Bars, Curve, bar_chart, line_chart
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -49,6 +50,43 @@ def real(results: Results) -> str | None:
 def embedded(results: Results) -> str | None:
     """Every case of the embedded default."""
     return _rates(results, "embedded", "SQLite, no server")
+
+
+@_plot
+def postgres(results: Results) -> str | None:
+    """Every case of PostgreSQL alone beside the other side of its ratio."""
+    return _rates(results, "postgres", "PostgreSQL alone")
+
+
+def _by_queue(
+    results: Results, title: str, figures: Mapping[str, str], unit: str, is_logarithmic: bool
+) -> str | None:
+    """Draw figures of each queue on PostgreSQL alone at each rate, each a series of its name."""
+    if "postgres" not in results:
+        return None
+    groups = [
+        Bars(f"{queue}, {rate} a second", [measured.get(figure) for figure in figures])
+        for rate in alone.RATES
+        for queue, measured in alone.by_queue(results, f"rates.{rate}")
+    ]
+    if not groups:
+        return None
+    series = [*figures.values()]
+    return bar_chart(title, groups, series=series, unit=unit, is_logarithmic=is_logarithmic)
+
+
+@_plot
+def postgres_rates(results: Results) -> str | None:
+    """Processor time of a job on PostgreSQL alone, by who spends it."""
+    figures = {"worker_ms": "worker", "postgres_ms": "PostgreSQL", "saver_ms": "who enqueues"}
+    return _by_queue(results, "Processor time of a job", figures, "ms", False)
+
+
+@_plot
+def postgres_latency(results: Results) -> str | None:
+    """Percentiles from saved to done on PostgreSQL alone."""
+    figures = {"p50_ms": "p50", "p99_ms": "p99"}
+    return _by_queue(results, "From saved to done", figures, "ms", True)
 
 
 @_plot
