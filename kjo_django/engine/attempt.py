@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -230,17 +230,22 @@ class Departed(set[Delivery]):
             self._offered = (), ()
 
     def take(self) -> list[Delivery]:
-        """Let what is offered leave, and return it. Deliveries stay of whose keys others stay: the
-        order of a key is kept."""
+        """Let what is offered leave, and return it. Deliveries stay of whose key, or of whose
+        message, others stay: the order of a key is kept."""
         with self._lock:
             steps, behind = self._offered
             offered = {each.delivery for step in steps for each in step if each.ending is None}
             offered.update(behind)
             here = [each for each in self._group if each not in self]
-            kept = {each.shard for each in here if each not in offered}
-            taken = [each for each in here if each.shard not in kept]
+            stay = [each for each in here if each not in offered]
+            shards, leases = {d.shard for d in stay}, {d.lease for d in stay if d.lease}
+            taken = [d for d in here if d.shard not in shards and d.lease not in leases]
             self.update(taken)
             return taken
+
+    def has_left(self, deliveries: Collection[Delivery]) -> bool:
+        """Return whether none of these is in the group any more."""
+        return all(each in self or each not in deliveries for each in self._group)
 
 
 class Ending(enum.Enum):

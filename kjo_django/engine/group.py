@@ -165,8 +165,9 @@ class Pipeline:
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
-        self._ended: dict[EndedQueue, Sequence[Delivery]] = {}
-        """Queues of groups whose handlers are called outside a transaction, and these groups."""
+        self._ended: dict[EndedQueue, Departed] = {}
+        """Queues of groups whose handlers are called outside a transaction, and what has left these
+        groups."""
         self._recorder = Recorder(on_thread)
         self._lane = LaneRunner(
             runtime,
@@ -253,6 +254,7 @@ class Pipeline:
     def give_back_taken(self, deliveries: Sequence[Delivery]) -> None:
         """Give back what deliveries still own that have left their group and have not begun: they
         are claimed anew, in the same attempt."""
+        freshen_connections(is_own=self._is_workers)
         self.limiter.keep_places(deliveries)
         self._give_back(deliveries)
 
@@ -331,8 +333,8 @@ class Pipeline:
         :param hung: the runs that did not end, and for how many seconds they have lasted.
         """
         try:
-            for ended, group in list(self._ended.items()):
-                if not set(group).isdisjoint(deliveries):
+            for ended, departed in list(self._ended.items()):
+                if not departed.has_left(set(deliveries)):
                     self._ended.pop(ended, None)
                     self._recorder.forget(ended)
                     ended.settle()
@@ -851,9 +853,9 @@ class Pipeline:
             self._runtime.settings.group_budget.total_seconds(),
             self._recorder if self._is_workers else None,
         )
-        self._ended[ended] = deliveries
+        departed = Departed(deliveries) if running is None else running
+        self._ended[ended] = departed
         try:
-            departed = Departed(deliveries) if running is None else running
             left = self._run_parts(deliveries, ended, departed)
         finally:
             if not self._watch.is_abandoned:  # else ``abandon`` looks for it

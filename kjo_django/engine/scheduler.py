@@ -283,8 +283,8 @@ class GroupScheduler:
 
     def run_time(self, kind: str) -> float:
         """Return how many seconds a run of this handler is expected to take; infinity if it has not
-        run here."""
-        return self._run_times.get(kind, math.inf)
+        run here, or if it has had a long run lately."""
+        return math.inf if kind in self._alone else self._run_times.get(kind, math.inf)
 
     def may_join(self, queue: str, place: TopicPartition) -> bool:
         """Return whether a delivery of the caller's queue may run with the caller's group: it would

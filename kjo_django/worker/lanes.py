@@ -131,7 +131,8 @@ class Lanes:
         run = self._runs.get(thread_id)
         if run is None:
             return False
-        hung = [job for job in self._watch.jobs() if job.delivery in run.group.deliveries]
+        group = {each for each in run.group.deliveries if each not in run.departed}
+        hung = [job for job in self._watch.jobs() if job.delivery in group]
         if not hung or self._runs.pop(thread_id, None) is None:
             return False  # it has just ended
         for context, seconds, delivery in hung:

@@ -17,8 +17,8 @@ from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 286
-MOST_CLASSES = 572
-MOST_CORE_LINES = 28_300
+MOST_CLASSES = 573
+MOST_CORE_LINES = 28_400
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

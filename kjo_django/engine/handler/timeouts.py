@@ -243,13 +243,17 @@ class TimeoutWatch:
                 call.is_lost, call.due_at = True, now
                 call.context.abort(Abort.LOST)
         self._looked_at = now
-        for run in self.jobs():
-            if run.seconds >= LONG_RUN and run.delivery.is_in_transaction:
-                self.on_long(run.delivery.kind, run.seconds)
         for call in calls:
+            if now - call.began_at >= LONG_RUN:
+                self._note_long(call, now - call.began_at)
             if call.due_at <= now:
                 self._act_on(call)
         return max(0.0, min([LOOK, *(call.due_at - now for call in calls)]))
+
+    def _note_long(self, call: RunningCall, seconds: float) -> None:
+        delivery = runs_of(call.context)[0].delivery
+        if delivery is not None and delivery.is_in_transaction:
+            self.on_long(delivery.kind, seconds)
 
     def _act_on(self, call: RunningCall) -> None:
         """Interrupt a call whose time is over. One that was interrupted, and has not ended, hangs:
