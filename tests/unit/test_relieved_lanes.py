@@ -48,6 +48,8 @@ def _configured(settings, real_database, monkeypatch, transport):
     monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
     monkeypatch.setattr(registry, "limited", {})
     monkeypatch.setattr(scheduler, "LONG_RUN", SOON)
+    yield
+    registry.unregister("long.call")
 
 
 class Work:
@@ -71,18 +73,22 @@ def work():
     work.release.set()
 
 
-def knowing(worker: Worker, definition: JobDefinition) -> None:
-    """Let a worker know the handler as a quick one, whose jobs share a group."""
+def worker_of(definition: JobDefinition, names: list[str], lanes: int = 2) -> Running:
+    """Enqueue jobs, and return a worker that takes them as one group when it starts: it knows their
+    handler as a quick one.
+
+    :param names: of the jobs; with their keys, where they have keys.
+    """
+    each = (name.partition(" of ") for name in names)
+    definition.enqueue_many(
+        [{"job": name, **({"key": key} if key else {})} for name, _, key in each]
+    )
+    running = Running(concurrency=lanes)
+    lanes_of = running.worker.scheduler
     for _ in range(200):
-        worker.scheduler.measure(definition.name, 0.00001)
-
-
-def start_together(worker: Worker, definition: JobDefinition, payloads: list[Any]) -> None:
-    """Enqueue jobs of which none starts before all of them wait."""
-    worker.scheduler.set_paused(["ledger"])
-    definition.enqueue_many(payloads)
-    wait_until(lambda: worker.scheduler.waiting == len(payloads))
-    worker.scheduler.set_paused([])
+        lanes_of.measure(definition.name, 0.00001)
+    lanes_of._taken_last["ledger"] = definition.name, 1  # so it fetches as many as fit in a group
+    return running
 
 
 def run_beside(
@@ -93,16 +99,9 @@ def run_beside(
     lanes: int = 2,
 ) -> None:
     """Let a worker take jobs as one group; call ``check`` while the long one runs, and let that one
-    end. Nothing is owned by anybody then.
-
-    :param names: of the jobs; with their keys, where they have keys.
-    """
-    with Running(concurrency=lanes) as running:
+    end. Nothing is owned by anybody then."""
+    with worker_of(definition, names, lanes) as running:
         worker = running.worker
-        knowing(worker, definition)
-        each = (name.partition(" of ") for name in names)
-        payloads = [{"job": name, **({"key": key} if key else {})} for name, _, key in each]
-        start_together(worker, definition, payloads)
         check(worker)
         work.release.set()
         wait_until(lambda: not Job.objects.open().exists())
@@ -200,20 +199,27 @@ def test_a_thread_that_is_given_up_takes_nothing_that_has_left_its_group(work, m
             hangs.acquire()  # waits in C: no exception is raised in it
         Entry.objects.create(job=job)
 
+    # Given a job that hangs, and one of another handler that goes on in the lane that has taken it
     definition = as_job(hang, "long.call", atomic=False, timeout=timedelta(seconds=0.5))
     others = [f"quick {number}" for number in range(4)]
+    running = worker_of(definition, ["long", *others])
+    other = as_job(work.call, "long.other", atomic=False)
+    running.worker.scheduler.measure(other.name, 0.00001)
+    id = other.enqueue(job="long, other").job_id
     try:
-        with Running(concurrency=2) as running:
-            worker = running.worker
-            knowing(worker, definition)
-            start_together(worker, definition, [{"job": name} for name in ["long", *others]])
-            wait_until(lambda: set(others) <= set(entries()))
+        with running:
+            wait_until(lambda: "long, other" in work.begun)
+            # When the thread of the first is given up
             wait_until(lambda: JobFailure.objects.exists())
-            wait_until(lambda: worker.scheduler.outstanding == 0)
-            assert not worker.leases.owned
+            # Then it has failed, and nothing else has
+            work.release.set()
+            wait_until(lambda: Job.objects.get(pk=id).state == "completed")
+            assert JobFailure.objects.count() == 1
+            assert Job.objects.get(pk=id).attempts == 1
             assert [work.begun.count(name) for name in others] == [1] * 4
     finally:
         hangs.release()
+        registry.unregister("long.other")
 
 
 @pytest.mark.postgres
@@ -230,7 +236,8 @@ def test_in_a_transaction_nothing_waits_for_the_next_long_run_of_a_handler(work,
         wait_until(lambda: "long.call" in worker.scheduler._alone)
         definition.enqueue_many([{"job": name} for name in ["long, too", *others]])
         wait_until(lambda: set(others) <= set(entries()))
-        assert sorted(work.begun[:2]) == ["long", "long, too"]
+        wait_until(lambda: "long, too" in work.begun)
+        assert not any(name.startswith("long") for name in entries())
 
     monkeypatch.setattr(timeouts, "LONG_RUN", SOON)
     run_beside(definition, ["long", "with it"], check, work, lanes=3)
