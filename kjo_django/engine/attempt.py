@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -236,12 +236,16 @@ class Departed(set[Delivery]):
             steps, behind = self._offered
             offered = {each.delivery for step in steps for each in step if each.ending is None}
             offered.update(behind)
-            here = [each for each in self._group if each not in self]
+            here = self.rest_of(self._group)
             stay = [each for each in here if each not in offered]
             shards, leases = {d.shard for d in stay}, {d.lease for d in stay if d.lease}
             taken = [d for d in here if d.shard not in shards and d.lease not in leases]
             self.update(taken)
             return taken
+
+    def rest_of(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Return those of the deliveries that have not left."""
+        return [each for each in deliveries if each not in self]
 
     def has_left(self, deliveries: Collection[Delivery]) -> bool:
         """Return whether none of these is in the group any more."""

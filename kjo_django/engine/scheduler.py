@@ -323,21 +323,27 @@ class GroupScheduler:
         """Return the next group, waiting for one until the deadline (monotonic); or a group whose
         lane is late, where nothing else may start."""
         while not self.is_stopped:
-            self._is_ramping = False
-            if self._delayed:
-                self._end_delays()
-            for name in self._by_share() if self._is_weighted else list(self._ready):
-                if self._may_start(name) and (group := self._form_group(name)) is not None:
-                    return group, None
+            if (group := self._take_ready()) is not None:
+                return group, None
             now = self._clock.monotonic()
-            for late in self._in_lanes:
-                if late.late_at <= now:
-                    late.late_at = now + LONG_RUN
-                    return None, late
+            late = next((group for group in self._in_lanes if group.late_at <= now), None)
+            if late is not None:
+                late.late_at = now + LONG_RUN
+                return None, late
             if deadline <= now:
                 break
             self._wait(deadline, now)
         return None, None
+
+    def _take_ready(self) -> Group | None:
+        """Return the next group that may start now."""
+        self._is_ramping = False
+        if self._delayed:
+            self._end_delays()
+        for name in self._by_share() if self._is_weighted else list(self._ready):
+            if self._may_start(name) and (group := self._form_group(name)) is not None:
+                return group
+        return None
 
     def _next_late(self) -> float:
         """Return when the first of the groups that run is late (monotonic)."""
