@@ -53,7 +53,7 @@ HOWS: dict[str, tuple[str, ...]] = {
 session may go well at once."""
 RELAYED_BY_ALL = "relayed by all"
 """Of records for others: commands relay at the moment they are committed, beside the workers."""
-UNEVEN = 24
+UNEVEN = 60
 """Jobs that are enqueued together of which one may be long."""
 EXHAUSTED = 2
 """Attempts of work that is to run out of them."""
@@ -241,10 +241,10 @@ class _Draw:
     def _uneven(self, start: float) -> None:
         """Quick jobs, by which workers know their handler; then many together of which one is long,
         with lanes free beside it."""
-        for at, long in ((0.1, 0.0), (1.0, 0.0), (2.5, 3500.0)):
+        for at, long in ((0.1, 0.0), (1.0, 0.0), (2.5, 8000.0)):
             one = self._next()
             for number in range(UNEVEN):
-                ms = long if number == UNEVEN // 2 else 0.0
+                ms = long if number == UNEVEN // 3 else 0.0
                 self._add("uneven", start + at, transaction=one, ms=ms)
 
     def _batch(self, at: float) -> None:

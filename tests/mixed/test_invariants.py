@@ -22,7 +22,7 @@ WORKS = [
     Work("mx7x", "probe", 0, 8),
     Work("mx8x", "write_outside", 0, 9),
     Work("mx20x", "uneven", 0, 10),
-    Work("mx21x", "uneven", 0, 10, ms=3500),
+    Work("mx21x", "uneven", 0, 10, ms=8000),
 ]
 STATES = {3: "failed", 4: "cancelled"}
 
@@ -111,7 +111,7 @@ def starve(it: Evidence) -> None:
 
 
 def keep_behind_a_long_run(it: Evidence) -> None:
-    it.begins["mx20x"] = [Begin(109.0 + 3.5, 7)]
+    it.begins["mx20x"] = [Begin(109.0 + 8.0, 7)]
 
 
 def hold_for_ever(it: Evidence) -> None:
