@@ -236,14 +236,14 @@ class Departed(set[Delivery]):
             steps, behind = self._offered
             offered = {each.delivery for step in steps for each in step if each.ending is None}
             offered.update(behind)
-            here = self.rest_of(self._group)
+            here = self.remaining(self._group)
             stay = [each for each in here if each not in offered]
             shards, leases = {d.shard for d in stay}, {d.lease for d in stay if d.lease}
             taken = [d for d in here if d.shard not in shards and d.lease not in leases]
             self.update(taken)
             return taken
 
-    def rest_of(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+    def remaining(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return those of the deliveries that have not left."""
         return [each for each in deliveries if each not in self]
 

@@ -895,7 +895,7 @@ class Pipeline:
             size = max(1, len(part) - len(not_begun))
             if time.monotonic() - admitted_at < budget / 2:
                 size *= 2
-            left = departed.rest_of(not_begun + behind)
+            left = departed.remaining(not_begun + behind)
         return left
 
     def _admit_part(self, part: Sequence[Delivery]) -> tuple[list[Attempt], Next | None]:
@@ -929,7 +929,7 @@ class Pipeline:
             self._recorder.forget(ended)
             ended.settle()
         not_begun = [attempt.delivery for attempt in attempts if attempt.ending is None]
-        self._leases.give_back_rows(departed.rest_of(not_begun))
+        self._leases.give_back_rows(departed.remaining(not_begun))
         return not_begun
 
     def _start_coroutines(

@@ -131,7 +131,7 @@ class Lanes:
         run = self._runs.get(thread_id)
         if run is None:
             return False
-        group = set(run.departed.rest_of(run.group.deliveries))
+        group = set(run.departed.remaining(run.group.deliveries))
         hung = [job for job in self._watch.jobs() if job.delivery in group]
         if not hung or self._runs.pop(thread_id, None) is None:
             return False  # it has just ended
@@ -149,7 +149,7 @@ class Lanes:
     def _end(self, run: LaneRun, hung: Sequence[RunningJob]) -> None:
         """End what a thread that was given up had begun, in the thread that takes its place."""
         run.departed.keep()
-        left = run.departed.rest_of(run.group.deliveries)
+        left = run.departed.remaining(run.group.deliveries)
         deferred: Any = left
         try:
             for connection in run.connections:
