@@ -46,6 +46,7 @@ from kjo_django.engine.attempt import (
     FAILURES,
     Attempt,
     Delivery,
+    Departed,
     Ending,
     Mode,
     Reason,
@@ -164,8 +165,9 @@ class Pipeline:
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
-        self._ended: dict[EndedQueue, Sequence[Delivery]] = {}
-        """Queues of groups whose handlers are called outside a transaction, and these groups."""
+        self._ended: dict[EndedQueue, Departed] = {}
+        """Queues of groups whose handlers are called outside a transaction, and what has left these
+        groups."""
         self._recorder = Recorder(on_thread)
         self._lane = LaneRunner(
             runtime,
@@ -195,14 +197,15 @@ class Pipeline:
     # --- A group ----------------------------------------------------------------------------------
 
     def run(
-        self, deliveries: Sequence[Delivery], running: set[Delivery] | None = None
+        self, deliveries: Sequence[Delivery], running: Departed | None = None
     ) -> list[Delivery]:
         """Run a group to its durable end; returns the deferred, which stay unacknowledged.
 
         Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
 
         :param deliveries: of one mode.
-        :param running: those whose coroutines run on after the return are added to it.
+        :param running: those are added to it whose coroutines run on after the return; free lanes
+            may take others through it.
         """
         left, retry, is_ours = deliveries, None, True
         try:
@@ -240,15 +243,20 @@ class Pipeline:
             if is_ours and self._leases.owned:
                 self._give_back_left(deliveries, running)
 
-    def _give_back_left(
-        self, deliveries: Sequence[Delivery], running: set[Delivery] | None
-    ) -> None:
+    def _give_back_left(self, deliveries: Sequence[Delivery], running: Departed | None) -> None:
         """Give back what deliveries of a group that has ended still own, but for those that run on
         an event loop."""
         owned = self._leases.owned
         mine = [d for d in deliveries if d in owned and not (running and d in running)]
         if mine and not self._watch.is_abandoned:
             self._give_back(mine)
+
+    def give_back_taken(self, deliveries: Sequence[Delivery]) -> None:
+        """Give back what deliveries still own that have left their group and have not begun: they
+        are claimed anew, in the same attempt."""
+        freshen_connections(is_own=self._is_workers)
+        self.limiter.keep_places(deliveries)
+        self._give_back(deliveries)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back all that deliveries still own."""
@@ -261,9 +269,7 @@ class Pipeline:
         if not self._watch.is_abandoned:
             self._leases.spend(deliveries)
 
-    def _run_once(
-        self, deliveries: Sequence[Delivery], running: set[Delivery] | None
-    ) -> list[Delivery]:
+    def _run_once(self, deliveries: Sequence[Delivery], running: Departed | None) -> list[Delivery]:
         freshen_connections(is_own=self._is_workers)
         left, deferred, held_back = list(deliveries), list[Delivery](), HeldBack()
         if any(delivery.attempt is not None for delivery in deliveries):
@@ -327,8 +333,8 @@ class Pipeline:
         :param hung: the runs that did not end, and for how many seconds they have lasted.
         """
         try:
-            for ended, group in list(self._ended.items()):
-                if not set(group).isdisjoint(deliveries):
+            for ended, departed in list(self._ended.items()):
+                if not departed.has_left(set(deliveries)):
                     self._ended.pop(ended, None)
                     self._recorder.forget(ended)
                     ended.settle()
@@ -386,7 +392,7 @@ class Pipeline:
         deliveries: Sequence[Delivery],
         claims: Sequence[Claim],
         held_back: HeldBack,
-        running: set[Delivery] | None,
+        running: Departed | None,
     ) -> list[Delivery]:
         """Run what is ours; returns the deferred: what others hold; orphans, which were being run
         when a worker died and run in groups of their own; and what comes after these with its key.
@@ -431,9 +437,7 @@ class Pipeline:
 
     # --- Admit, run and record, in the group's transaction ----------------------------------------
 
-    def _run_limited(
-        self, deliveries: list[Delivery], running: set[Delivery] | None
-    ) -> list[Delivery]:
+    def _run_limited(self, deliveries: list[Delivery], running: Departed | None) -> list[Delivery]:
         """Run what the limits permit now; settle what has to wait in line for them, and release
         what comes next there. Returns the deferred."""
         limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
@@ -488,7 +492,7 @@ class Pipeline:
     def _run_claimed(
         self,
         deliveries: list[Delivery],
-        running: set[Delivery] | None,
+        running: Departed | None,
         *,
         is_permitted: bool = False,
     ) -> list[Delivery]:
@@ -834,9 +838,7 @@ class Pipeline:
 
     # --- Admit and run outside a transaction ------------------------------------------------------
 
-    def _run_leased(
-        self, deliveries: list[Delivery], running: set[Delivery] | None
-    ) -> list[Delivery]:
+    def _run_leased(self, deliveries: list[Delivery], running: Departed | None) -> list[Delivery]:
         """Run a group under leases in rows until each of its attempts is settled, or its coroutine
         runs; returns the deferred.
 
@@ -851,18 +853,22 @@ class Pipeline:
             self._runtime.settings.group_budget.total_seconds(),
             self._recorder if self._is_workers else None,
         )
-        self._ended[ended] = deliveries
+        departed = Departed(deliveries) if running is None else running
+        self._ended[ended] = departed
         try:
-            left = self._run_parts(deliveries, ended)
+            left = self._run_parts(deliveries, ended, departed)
         finally:
             if not self._watch.is_abandoned:  # else ``abandon`` looks for it
                 self._ended.pop(ended, None)
         return ended.deferred + left
 
-    def _run_parts(self, deliveries: list[Delivery], ended: EndedQueue) -> list[Delivery]:
+    def _run_parts(
+        self, deliveries: list[Delivery], ended: EndedQueue, departed: Departed
+    ) -> list[Delivery]:
         """Admit, run and settle one part of a group after the other; returns what was not run.
 
         :param ended: takes what has ended, and the deferred among it.
+        :param departed: what has left the group.
         """
         budget = self._runtime.group_budget.seconds
         left, size, has_begun = deliveries, len(deliveries), False
@@ -882,13 +888,14 @@ class Pipeline:
                 left = left[len(part) :]
                 continue
             admitted_at = time.monotonic()
-            not_begun = self._run_admitted(attempts, ended)
+            behind = left[len(part) :]
+            not_begun = self._run_admitted(attempts, ended, departed, behind)
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
             # As many as fit into the budget: each that does not is admitted twice.
             size = max(1, len(part) - len(not_begun))
             if time.monotonic() - admitted_at < budget / 2:
                 size *= 2
-            left = not_begun + left[len(part) :]
+            left = departed.remaining(not_begun + behind)
         return left
 
     def _admit_part(self, part: Sequence[Delivery]) -> tuple[list[Attempt], Next | None]:
@@ -904,19 +911,29 @@ class Pipeline:
                 if following is not Next.AGAIN:
                     return [], following
 
-    def _run_admitted(self, attempts: Sequence[Attempt], ended: EndedQueue) -> list[Delivery]:
-        """Run and settle what may run outside a transaction; returns what has not begun."""
+    def _run_admitted(
+        self,
+        attempts: Sequence[Attempt],
+        ended: EndedQueue,
+        departed: Departed,
+        behind: Sequence[Delivery],
+    ) -> list[Delivery]:
+        """Run and settle what may run outside a transaction; returns what has not begun.
+
+        :param departed: what has left the group.
+        :param behind: comes after these attempts in the group.
+        """
         try:
-            self._lane.run_leased(attempts, ended)
+            self._lane.run_leased(attempts, ended, departed, behind)
         finally:
             self._recorder.forget(ended)
             ended.settle()
         not_begun = [attempt.delivery for attempt in attempts if attempt.ending is None]
-        self._leases.give_back_rows(not_begun)
+        self._leases.give_back_rows(departed.remaining(not_begun))
         return not_begun
 
     def _start_coroutines(
-        self, loop: LoopRunner, deliveries: Sequence[Delivery], running: set[Delivery]
+        self, loop: LoopRunner, deliveries: Sequence[Delivery], running: Departed
     ) -> list[Delivery]:
         """Admit coroutines and start those that may; returns the deferred."""
         attempts = self._admit_leased(deliveries)
@@ -1261,7 +1278,7 @@ class Pipeline:
         return deliveries
 
 
-def _unsettled(deliveries: Sequence[Delivery], running: set[Delivery] | None) -> list[Delivery]:
+def _unsettled(deliveries: Sequence[Delivery], running: Departed | None) -> list[Delivery]:
     """Return those that are neither settled nor run on an event loop."""
     return [d for d in deliveries if not d.is_settled and not (running and d in running)]
 

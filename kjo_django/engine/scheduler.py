@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.engine.attempt import Delivery, Mode
-from kjo_django.round_trips import GroupBudget
+from kjo_django.engine.handler.timeouts import LONG_RUN
+from kjo_django.round_trips import ROUND_TRIPS, GroupBudget
 from kjo_django.transports.base import Subscription, TopicKey, TopicPartition
 
 CONCURRENT_GROUP = 1000
@@ -49,6 +50,8 @@ STUCK_AFTER = 1.5
 """Seconds after which what waits and cannot start soon goes back to others."""
 SLOW_BY = 0.1
 """Seconds more than twice the quickest that a coroutine may take for reasons of the worker."""
+MOST_ALONE = 10_000
+"""Runs of a handler for which a long one is remembered, at most."""
 TIMED = (Mode.ATOMIC, Mode.PLAIN)
 """Modes in which the run times of a group's deliveries add up."""
 
@@ -74,6 +77,8 @@ class Group:
     queue: str
     began: float = 0.0
     """When a lane took it (monotonic)."""
+    late_at: float = math.inf
+    """When a free lane is to take what has not begun of it (monotonic)."""
     has_ended: bool = False
 
 
@@ -170,6 +175,9 @@ class GroupScheduler:
         self._lock = threading.Lock()
         self.on_discarded: Callable[[Sequence[Delivery]], None] = lambda deliveries: None
         """Is called with what goes to another consumer."""
+        self.on_late: Callable[[Group], None] = lambda group: None
+        """Is called by a free lane with a group that has run for long and has more than one
+        delivery."""
         self.sleeping: list[threading.Condition] = []
         """One of each lane that waits for something to take, the one that has run last at the end.
         That one is woken first: its database session is open. One notification wakes one lane; the
@@ -221,6 +229,8 @@ class GroupScheduler:
         """The orphan that runs."""
         self._run_times: dict[str, float] = {}
         """Seconds that a handler's run is expected to take, by the handler's name."""
+        self._alone: dict[str, float] = {}
+        """How many more runs of a handler have a transaction of their own, by its name."""
         self._shares_run: dict[str, float] = {}
         """The part of a handler's new deliveries that its limits let run, by its name."""
         self._paused: frozenset[str] = frozenset()
@@ -273,8 +283,8 @@ class GroupScheduler:
 
     def run_time(self, kind: str) -> float:
         """Return how many seconds a run of this handler is expected to take; infinity if it has not
-        run here."""
-        return self._run_times.get(kind, math.inf)
+        run here, or if it has had a long run lately."""
+        return math.inf if kind in self._alone else self._run_times.get(kind, math.inf)
 
     def may_join(self, queue: str, place: TopicPartition) -> bool:
         """Return whether a delivery of the caller's queue may run with the caller's group: it would
@@ -302,24 +312,48 @@ class GroupScheduler:
     def take(self, timeout: float | None = None) -> Group | None:
         """Return the next group, waiting for one; None after ``timeout`` seconds or ``stop``."""
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
-        with self._lock:
-            while not self.is_stopped:
-                self._is_ramping = False
-                if self._delayed:
-                    self._end_delays()
-                for name in self._by_share() if self._is_weighted else list(self._ready):
-                    if self._may_start(name) and (group := self._form_group(name)) is not None:
-                        return group
-                now = self._clock.monotonic()
-                if deadline <= now:
-                    return None
-                self._wait(deadline, now)
+        while True:
+            with self._lock:
+                group, late = self._take_or_wait(deadline)
+            if late is None:
+                return group
+            self.on_late(late)
+
+    def _take_or_wait(self, deadline: float) -> tuple[Group | None, Group | None]:
+        """Return the next group, waiting for one until the deadline (monotonic); or a group whose
+        lane is late, where nothing else may start."""
+        while not self.is_stopped:
+            if (group := self._take_ready()) is not None:
+                return group, None
+            now = self._clock.monotonic()
+            late = next((group for group in self._in_lanes if group.late_at <= now), None)
+            if late is not None:
+                late.late_at = now + LONG_RUN
+                return None, late
+            if deadline <= now:
+                break
+            self._wait(deadline, now)
+        return None, None
+
+    def _take_ready(self) -> Group | None:
+        """Return the next group that may start now."""
+        self._is_ramping = False
+        if self._delayed:
+            self._end_delays()
+        for name in self._by_share() if self._is_weighted else list(self._ready):
+            if self._may_start(name) and (group := self._form_group(name)) is not None:
+                return group
         return None
+
+    def _next_late(self) -> float:
+        """Return when the first of the groups that run is late (monotonic)."""
+        return min((group.late_at for group in self._in_lanes), default=math.inf)
 
     def _wait(self, deadline: float, now: float) -> None:
         """Wait for a notification until the deadline (monotonic). One of the lanes that wait wakes
-        up for the first delayed key, or to look whether more coroutines may start."""
-        due = self._delayed[0][0] if self._delayed else math.inf
+        up for the first delayed key, for the first group that is late, or to look whether more
+        coroutines may start."""
+        due = min(self._delayed[0][0] if self._delayed else math.inf, self._next_late())
         if self._is_ramping:
             due = min(due, now + RAMP_INTERVAL)
         watches = due < self._watched_until
@@ -342,12 +376,14 @@ class GroupScheduler:
             self.sleeping.pop().notify()
 
     def _wake_lane_if_needed(self) -> None:
-        """Wake another lane if it has something to take, or has to watch for delayed keys."""
+        """Wake another lane if it has something to take, or has to watch for delayed keys or late
+        groups."""
         self._is_ramping = False
         if (
             any(map(self._may_start, self._ready))
             or (self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until)
             or (self._delayed and self._delayed[0][0] < self._watched_until)
+            or self._next_late() < self._watched_until
         ):
             self._wake_lane()
 
@@ -423,7 +459,9 @@ class GroupScheduler:
         self._idle -= 1
         self.peak = max(self.peak, self.lanes - self._idle)
         self._taken[threading.get_ident()] = group
-        if self._delayed or any(self._ready.values()):
+        if group.mode is Mode.PLAIN and count > 1:
+            group.late_at = now + LONG_RUN
+        if self._delayed or group.late_at < math.inf or any(self._ready.values()):
             self._wake_lane_if_needed()
         return group
 
@@ -456,7 +494,8 @@ class GroupScheduler:
         """
         if delivery.mode not in TIMED:
             return 0.0
-        seconds = count * self._run_times.get(delivery.kind, unknown)
+        is_alone = delivery.kind in self._alone and delivery.mode is Mode.ATOMIC
+        seconds = count * (unknown if is_alone else self._run_times.get(delivery.kind, unknown))
         if self._shares_run and not delivery.asks_again:
             seconds *= self._shares_run.get(delivery.kind, 1.0)
         return seconds
@@ -536,6 +575,21 @@ class GroupScheduler:
         # Quick to believe that a handler is slow, slower to believe that it is fast.
         weight = 0.5 if seconds > known else 0.1
         self._run_times[kind] = known + weight * (seconds - known)
+        if seconds >= LONG_RUN:
+            self.note_long(kind, seconds)
+        elif kind in self._alone:
+            with self._lock:
+                self._alone[kind] = self._alone.get(kind, 0) - 1
+                if self._alone[kind] <= 0:
+                    del self._alone[kind]
+
+    def note_long(self, kind: str, seconds: float) -> None:
+        """Let a handler's next runs each have a transaction of their own, since one of them takes
+        so long: as many as cost a lane as much time as that one does."""
+        cost = max(WORTH_A_LANE, ROUND_TRIPS * self._budget.round_trip)
+        with self._lock:
+            count = max(self._alone.get(kind, 0), seconds / cost)
+            self._alone[kind] = min(MOST_ALONE, count)
 
     def measure_share(self, kind: str, ran: int, taken: int) -> None:
         """Note how many of a handler's deliveries in a group its limits let run. A lane is done
@@ -551,7 +605,7 @@ class GroupScheduler:
         deferred: Collection[Delivery] = (),
         delay: float = 0.0,
         *,
-        started: Collection[Delivery] = (),
+        departed: Collection[Delivery] = (),
     ) -> None:
         """Free the lane and the keys of a group. The lane takes the next group itself and wakes
         others for the rest.
@@ -560,7 +614,7 @@ class GroupScheduler:
             own, and before anything that came later with their keys; those that are another
             consumer's by now are forgotten. Orphans found in the group have waited for nothing yet:
             they may run at once.
-        :param started: coroutines of the group that go on.
+        :param departed: what has left the group: coroutines that go on, and what others have taken.
         """
         with self._lock:
             group.has_ended = True
@@ -569,13 +623,14 @@ class GroupScheduler:
             self._groups[group.queue] -= 1
             self._in_lanes.discard(group)
             self._idle += 1
-            ended = [each for each in group.deliveries if each not in started]
+            ended = [each for each in group.deliveries if each not in departed]
             self._free_keys(ended, deferred, delay)
 
-    def finish_coroutines(
+    def finish_departed(
         self, deliveries: Iterable[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
     ) -> None:
-        """Free the keys of coroutines that went on after their group's end; see ``finish``."""
+        """Free the keys of what has left its group: of coroutines that have ended, and of what is
+        to run in another group; see ``finish``."""
         with self._lock:
             self._free_keys(list(deliveries), deferred, delay)
             # No lane takes the next group itself.

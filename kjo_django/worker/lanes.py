@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.attempt import Departed, Mode
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.engine.handler.connections import sever
 from kjo_django.engine.handler.context import facts_of
@@ -27,6 +27,8 @@ class LaneRun(NamedTuple):
     group: Group
     connections: Sequence[BaseDatabaseWrapper]
     """Those of the lane's thread."""
+    departed: Departed
+    """What has left the group."""
 
 
 class Lanes:
@@ -52,6 +54,7 @@ class Lanes:
         self._runs: dict[int, LaneRun] = {}
         """What each lane runs, by the id of its thread. The thread that takes a run out of here
         ends it."""
+        scheduler.on_late = self._relieve
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -92,10 +95,10 @@ class Lanes:
             return False
         thread_id = threading.get_ident()
         deferred: Any = group.deliveries
-        started: set[Delivery] = set()
-        self._runs[thread_id] = LaneRun(group, connections.all())
+        departed = Departed(group.deliveries)
+        self._runs[thread_id] = LaneRun(group, connections.all(), departed)
         try:
-            deferred = self._pipeline.run(group.deliveries, started)
+            deferred = self._pipeline.run(group.deliveries, departed)
         except RunAbandoned:
             return False
         except BaseException:
@@ -104,8 +107,21 @@ class Lanes:
             logger.exception("A lane failed on a group of %d", len(group.deliveries))
         finally:
             if self._runs.pop(thread_id, None) is not None:
-                self._scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, started=started)
+                self._scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, departed=departed)
         return True
+
+    def _relieve(self, group: Group) -> None:
+        """Let free lanes run what the lane of a group has not begun. Called by a free lane."""
+        run = next((each for each in list(self._runs.values()) if each.group is group), None)
+        taken = [] if run is None else run.departed.take()
+        if not taken:
+            return
+        try:
+            self._pipeline.give_back_taken(taken)
+        except Exception:
+            logger.exception("%d jobs were not given back in good order", len(taken))
+        finally:
+            self._scheduler.finish_departed(taken, taken)
 
     # --- Handlers that hang -----------------------------------------------------------------------
 
@@ -115,7 +131,8 @@ class Lanes:
         run = self._runs.get(thread_id)
         if run is None:
             return False
-        hung = [job for job in self._watch.jobs() if job.delivery in run.group.deliveries]
+        group = set(run.departed.remaining(run.group.deliveries))
+        hung = [job for job in self._watch.jobs() if job.delivery in group]
         if not hung or self._runs.pop(thread_id, None) is None:
             return False  # it has just ended
         for context, seconds, delivery in hung:
@@ -131,15 +148,17 @@ class Lanes:
 
     def _end(self, run: LaneRun, hung: Sequence[RunningJob]) -> None:
         """End what a thread that was given up had begun, in the thread that takes its place."""
-        deferred: Any = run.group.deliveries
+        run.departed.keep()
+        left = run.departed.remaining(run.group.deliveries)
+        deferred: Any = left
         try:
             for connection in run.connections:
                 sever(connection)
-            deferred = self._pipeline.abandon(run.group.deliveries, hung)
+            deferred = self._pipeline.abandon(left, hung)
         except Exception:
-            logger.exception("A group of %d is run again", len(run.group.deliveries))
+            logger.exception("A group of %d is run again", len(left))
         finally:
-            self._scheduler.finish(run.group, deferred)
+            self._scheduler.finish(run.group, deferred, departed=run.departed)
 
     def abandon_all(self) -> None:
         """Undo what jobs that still run have written, so that others can run them: on SQLite nobody

@@ -190,6 +190,7 @@ class Worker:
             has_slot=self.leases.has_slot,
             has_lost_slot=self.leases.has_lost_slot,
         )
+        self._watch.on_long = self.scheduler.note_long
         self._direct_steps = DirectSteps(self.leases, self.scheduler)
         listeners = [self.statistics.add, send_signals]
         if max_messages is not None:
@@ -207,7 +208,7 @@ class Worker:
             on_unused_permit=self.statistics.note_unused_permit,
             stopping=self._stopping,
             on_settled=functools.partial(
-                self.scheduler.finish_coroutines, delay=HELD_ELSEWHERE_DELAY
+                self.scheduler.finish_departed, delay=HELD_ELSEWHERE_DELAY
             ),
             receiver=self._direct_steps,
             on_thread=self._enter_thread,

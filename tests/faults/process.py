@@ -14,7 +14,7 @@ from typing import Any
 from django.db import connections
 
 from kjo_django import registry
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.attempt import Delivery, Departed
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
 from kjo_django.runtime import jobs_database
@@ -158,7 +158,7 @@ class Process:
         while (group := worker.scheduler.take(0.0)) is not None:
             has_run = True
             deferred: Sequence[Delivery] = group.deliveries
-            flying: set[Delivery] = set()
+            flying = Departed(group.deliveries)
             try:
                 deferred = worker._pipeline.run(group.deliveries, flying)
             except BaseException as error:
@@ -167,7 +167,7 @@ class Process:
                     raise
                 logger.info("A lane failed: %r", error)
             finally:
-                worker.scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, started=flying)
+                worker.scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, departed=flying)
             while not worker.scheduler.wait_for(None, 0.02):  # coroutines
                 self._check()
             self._check()

@@ -163,6 +163,7 @@ class Application:
             "slow": "write_slowly",
             "hot": "write_hot",
             "long": "write_long",
+            "uneven": "write_unevenly",
             "paused": "write_paused",
             "killer": "write_or_kill",
         }.get(work.kind, work.kind)

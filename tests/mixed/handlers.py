@@ -162,6 +162,14 @@ def write_long(job: str, ms: float = 0, **how: Any) -> None:
     Entry.objects.create(job=job)
 
 
+@job(queue=job_queue("uneven"), atomic=False, max_attempts=MANY)
+def write_unevenly(job: str, ms: float = 0, **how: Any) -> None:
+    """Quick, but for one of many, which takes a thousand times as long."""
+    behave(job, **how)
+    time.sleep(ms / 1000)  # sleep: as long as the plan says
+    Entry.objects.create(job=job)
+
+
 @job(queue=job_queue("idle"), max_attempts=MANY)
 def probe(job: str, **how: Any) -> None:
     """The only job of its queue: it must start soon, whatever others do."""

@@ -7,7 +7,10 @@ from typing import Any
 RUN = "KJO_MIXED_RUN"
 """Environment variable: what tells the topics of one run from those of another."""
 
-JOB_QUEUES = ("work", "slow", "hot", "long", "idle", "paused", "killers", "tasks", "large")
+JOB_QUEUES = (
+    *("work", "slow", "hot", "long", "uneven"),
+    *("idle", "paused", "killers", "tasks", "large"),
+)
 
 
 def job_queue(name: str) -> str:

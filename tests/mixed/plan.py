@@ -53,6 +53,8 @@ HOWS: dict[str, tuple[str, ...]] = {
 session may go well at once."""
 RELAYED_BY_ALL = "relayed by all"
 """Of records for others: commands relay at the moment they are committed, beside the workers."""
+UNEVEN = 60
+"""Jobs that are enqueued together of which one may be long."""
 EXHAUSTED = 2
 """Attempts of work that is to run out of them."""
 FOREVER = 10**6
@@ -134,7 +136,9 @@ class Work:
         return self.kind not in AT_LEAST_ONCE
 
 
-AT_LEAST_ONCE = frozenset(("write_outside", "write_async_outside", "slow", "hot", "long", "stream"))
+AT_LEAST_ONCE = frozenset(
+    ("write_outside", "write_async_outside", "slow", "hot", "long", "uneven", "stream")
+)
 """Kinds that run outside a transaction: a crash after their entry repeats it."""
 
 
@@ -231,6 +235,17 @@ class _Draw:
         for _ in range(self._many(40, 60)):
             ms = self.random.uniform(20, 60)
             self._add("hot", start + 0.2, transaction=one, ms=ms, key=key)
+        if not self.engine.is_sqlite:  # it has fewer lanes
+            self._uneven(start)
+
+    def _uneven(self, start: float) -> None:
+        """Quick jobs, by which workers know their handler; then many together of which one is long,
+        with lanes free beside it."""
+        for at, long in ((0.1, 0.0), (1.0, 0.0), (2.5, 8000.0)):
+            one = self._next()
+            for number in range(UNEVEN):
+                ms = long if number == UNEVEN // 3 else 0.0
+                self._add("uneven", start + at, transaction=one, ms=ms)
 
     def _batch(self, at: float) -> None:
         """Add what one transaction enqueues."""

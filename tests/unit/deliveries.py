@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
+from kjo_django.engine.attempt import Attempt, Delivery, Departed, Ending, Mode
 from kjo_django.engine.group import Pipeline
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -132,7 +132,7 @@ class Bench:
         groups = [list(group) for _, group in itertools.groupby(taken, key=lambda one: one.mode)]
         deferred: list[Delivery] = []
         for group in groups:
-            running: set[Delivery] = set()
+            running = Departed(group)
             left = self.pipeline.run(group, running)
             self.advance_lines()
             with self._has_ended:

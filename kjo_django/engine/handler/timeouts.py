@@ -29,6 +29,8 @@ HUNG_AFTER = 10.0
 """Seconds past its time limit after which a handler that was interrupted counts as hung."""
 LOOK = 0.5
 """Seconds between looks at what runs. A shorter limit wakes the watch."""
+LONG_RUN = 1.0
+"""Seconds. A run that takes longer is long: nothing that a free lane could run waits behind it."""
 
 
 class RunAbandoned(BaseException):
@@ -165,6 +167,9 @@ class TimeoutWatch:
         self.clock = clock
         self.on_start: Callable[[Delivery], None] = lambda delivery: None
         """Is called with each delivery that has limits, when its handler is called."""
+        self.on_long: Callable[[str, float], None] = lambda kind, seconds: None
+        """Is called with the handler of each long run in a transaction, and for how many seconds it
+        has run."""
         self._on_hung = on_hung
         self._frozen_after = frozen_after
         self._has_slot = has_slot
@@ -239,9 +244,16 @@ class TimeoutWatch:
                 call.context.abort(Abort.LOST)
         self._looked_at = now
         for call in calls:
+            if now - call.began_at >= LONG_RUN:
+                self._note_long(call, now - call.began_at)
             if call.due_at <= now:
                 self._act_on(call)
         return max(0.0, min([LOOK, *(call.due_at - now for call in calls)]))
+
+    def _note_long(self, call: RunningCall, seconds: float) -> None:
+        delivery = runs_of(call.context)[0].delivery
+        if delivery is not None and delivery.is_in_transaction:
+            self.on_long(delivery.kind, seconds)
 
     def _act_on(self, call: RunningCall) -> None:
         """Interrupt a call whose time is over. One that was interrupted, and has not ended, hangs:

@@ -25,7 +25,7 @@ from django.db import connections
 
 from kjo_django.engine import failures
 from kjo_django.engine.admission import HeldBack, end_expired
-from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Ending, Reason
+from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Departed, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
     TransactionGuard,
@@ -145,26 +145,40 @@ class LaneRunner:
             held_back.after(step)
             ran |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
 
-    def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
+    def run_leased(
+        self,
+        attempts: Sequence[Attempt],
+        ended: EndedQueue,
+        departed: Departed,
+        behind: Sequence[Delivery],
+    ) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
         their admission is good: for the groups' budget. When the worker stops, nothing begins any
-        more but the first.
+        more but the first. While a handler runs, free lanes may take what has not begun.
 
         :param ended: takes what has ended; what has not begun is left without an ending.
+        :param departed: what has left the group.
+        :param behind: comes after these attempts in the group.
         """
         until = time.monotonic() + self._runtime.group_budget.seconds
-        has_begun = False
-        for step in in_steps(attempts):
+        has_begun, steps = False, in_steps(attempts)
+        for number, step in enumerate(steps, start=1):
             ended.put_not_run([attempt for attempt in step if attempt.ending is not None])
             if has_begun and (self._stopping.is_set() or time.monotonic() >= until):
                 continue
             calls = [
                 each
                 for each in step
-                if each.ending is None and not ended.held_back.covers(each.delivery)
+                if each.ending is None
+                and each.delivery not in departed
+                and not ended.held_back.covers(each.delivery)
             ]
             if calls:
-                has_begun |= self._call_outside(calls, ended)
+                departed.offer(steps[number:], behind)
+                try:
+                    has_begun |= self._call_outside(calls, ended)
+                finally:
+                    departed.keep()
 
     def _call_outside(self, calls: list[Attempt], ended: EndedQueue) -> bool:
         """Make one call outside a transaction, of a batch that fails one for each item; return

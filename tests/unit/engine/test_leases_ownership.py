@@ -19,7 +19,7 @@ from kjo_django import job
 from kjo_django.clock import CLOCK
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
-from kjo_django.engine.attempt import Attempt, Delivery
+from kjo_django.engine.attempt import Attempt, Delivery, Departed
 from kjo_django.engine.handler.timeouts import RunAbandoned
 from kjo_django.engine.recorder import EndedQueue
 from kjo_django.enqueue.definition import JobDefinition
@@ -271,7 +271,7 @@ def test_of_a_thread_that_was_given_up_and_of_coroutines_that_run_nothing_is_tak
     deliveries = bench.poll()
 
     def ends(error: BaseException) -> Callable[..., Any]:
-        def run(group: Any, running: set[Delivery]) -> Any:
+        def run(group: Any, running: Departed) -> Any:
             bench.leases.claim(group)
             running.update(group[:1])
             raise error
@@ -280,11 +280,11 @@ def test_of_a_thread_that_was_given_up_and_of_coroutines_that_run_nothing_is_tak
 
     with monkeypatch.context() as patch, suppress(RunAbandoned):
         patch.setattr(bench.pipeline, "_run_once", ends(RunAbandoned()))
-        bench.pipeline.run(deliveries, set())
+        bench.pipeline.run(deliveries, Departed(deliveries))
     assert set(bench.leases.owned) == set(deliveries)
     with monkeypatch.context() as patch, suppress(SystemExit):
         patch.setattr(bench.pipeline, "_run_once", ends(SystemExit()))
-        bench.pipeline.run(deliveries, set())
+        bench.pipeline.run(deliveries, Departed(deliveries))
     assert set(bench.leases.owned) == {deliveries[0]}
     assert not bench.leases.owned[deliveries[0]].is_spent
     bench.leases.give_back(deliveries)
@@ -603,7 +603,7 @@ def test_a_release_that_raises_keeps_no_lease(
 
     with monkeypatch.context() as patch, suppress(error):
         patch.setattr(get_coordination(), "release", raise_once)
-        bench.pipeline.run(deliveries, set())
+        bench.pipeline.run(deliveries, Departed(deliveries))
     assert not errors
     assert not bench.owned()
 
@@ -617,7 +617,7 @@ def test_a_row_whose_release_raises_is_renewed_no_longer(
     with monkeypatch.context() as patch, suppress(error):
         patch.setattr(recorder, "record_completions", raiser(error))
         patch.setattr(bench.leases.runtime.store, "release_row_leases", raiser(error))
-        bench.pipeline.run(deliveries, set())
+        bench.pipeline.run(deliveries, Departed(deliveries))
     assert not bench.owned()
 
 

@@ -162,7 +162,7 @@ def test_a_queue_with_coroutines_has_no_bound():
     lanes, _ = scheduler(1)
     lanes.set_limits({"q": QueueLimit(10, 2)})
     lanes.put(deliveries(50, handler=COROUTINE))
-    lanes.finish(group := take(lanes), started=set(group.deliveries))
+    lanes.finish(group := take(lanes), departed=set(group.deliveries))
     assert "q" not in lanes.room_of(OURS, QUEUES)
     assert lanes.take_stuck(OURS, QUEUES) == []
 

@@ -474,14 +474,14 @@ def test_a_lane_is_free_while_its_coroutines_fly():
     group = lanes.take(timeout=0)
     assert group.deliveries == flying[:2]
     # When
-    lanes.finish(group, started=set(group.deliveries))
+    lanes.finish(group, departed=set(group.deliveries))
     # Then its keys are not, until they land
     assert lanes.take(timeout=0) is None
     assert (lanes.running, lanes.outstanding) == (0, 3)
     assert not lanes.wait_for(None, 0)
-    lanes.finish_coroutines([flying[1]])
+    lanes.finish_departed([flying[1]])
     assert lanes.take(timeout=0) is None
-    lanes.finish_coroutines([flying[0]], {flying[0]})
+    lanes.finish_departed([flying[0]], {flying[0]})
     again = lanes.take(timeout=0)
     assert again.deliveries == [flying[0]]
     lanes.finish(again)
@@ -495,10 +495,10 @@ def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
     lanes.put([delivery(None)])
     first = lanes.take(timeout=0)
     assert len(first.deliveries) == 2
-    lanes.finish(first, started=set(first.deliveries))
+    lanes.finish(first, departed=set(first.deliveries))
     assert lanes.take(timeout=0).mode is Mode.ATOMIC
     assert lanes.take(timeout=0) is None
-    lanes.finish_coroutines(first.deliveries[:1])
+    lanes.finish_departed(first.deliveries[:1])
     assert len(lanes.take(timeout=0).deliveries) == 1
 
 
@@ -514,7 +514,7 @@ def started(lanes: GroupScheduler) -> list[Delivery]:
     """Start the coroutines that may start now."""
     found = []
     while (group := lanes.take(timeout=0)) is not None:
-        lanes.finish(group, started=set(group.deliveries))
+        lanes.finish(group, departed=set(group.deliveries))
         found += group.deliveries
     return found
 
@@ -549,7 +549,7 @@ def test_each_coroutine_that_completes_lets_two_start():
     # When all complete but one, again and again
     numbers = []
     for _ in range(4):
-        lanes.finish_coroutines(ended(running[1:], 1.0))
+        lanes.finish_departed(ended(running[1:], 1.0))
         running = running[:1] + started(lanes)
         numbers.append(len(running))
     # Then
@@ -562,11 +562,11 @@ def test_a_coroutine_whose_server_has_enough_to_do_lets_one_start(took):
     lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=100, clock=SetClock())
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
     running = started(lanes)
-    lanes.finish_coroutines(ended(running[:1], 1.0))
+    lanes.finish_departed(ended(running[:1], 1.0))
     running = running[1:] + started(lanes)
     assert len(running) == 11
     # When the others fail, or take more than twice as long
-    lanes.finish_coroutines(ended(running[:-1], took))
+    lanes.finish_departed(ended(running[:-1], took))
     # Then no more start than have ended
     assert len(started(lanes)) == 10
 
@@ -577,7 +577,7 @@ def test_after_a_quiet_time_coroutines_start_slowly_again():
     lanes = GroupScheduler(2, group_size=10, budget=GroupBudget(1.0), ramp_up=1000, clock=clock)
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(100))
     for coroutine in ended(started(lanes), 0.1):
-        lanes.finish_coroutines([coroutine])
+        lanes.finish_departed([coroutine])
     clock.at += 3600
     # When
     lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
