@@ -1318,6 +1318,18 @@ class TransportMessage(StoredModel):
     available_at = models.DateTimeField(default=timezone.now)
     lease_token = models.CharField(max_length=64, blank=True, default="")
     lease_expires_at = models.DateTimeField(null=True)
+    deliveries = models.PositiveIntegerField(
+        default=0,
+        db_default=0,
+        help_text="Times it was begun since its last durable outcome.",
+    )
+    worker = models.CharField(
+        max_length=64,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="Token of the worker that runs it.",
+    )
 
     class Meta:
         db_table = "kjo_transport_message"

@@ -65,6 +65,7 @@ class Row(NamedTuple):
     headers: Mapping[str, str]
     published_at: datetime
     rank: int
+    deliveries: int
     read_count: int
 
 
@@ -278,10 +279,11 @@ def _row_of(
     headers: Any,
     published_at: datetime,
     rank: int,
+    deliveries: int,
     read_count: int,
 ) -> Row:
     told = json.loads(headers) if isinstance(headers, str) else headers
-    return Row(id, topic, key, value, told, published_at, rank, read_count)
+    return Row(id, topic, key, value, told, published_at, rank, deliveries, read_count)
 
 
 def _arrays(asked: Sequence[Asked]) -> list[Any]:
@@ -376,7 +378,7 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
     WHERE id = ANY(ARRAY(SELECT id FROM free))
         AND (SELECT count(*) FROM free) = (SELECT count(*) FROM chosen)
-    RETURNING id, topic, key, value, headers, published_at, rank
+    RETURNING id, topic, key, value, headers, published_at, rank, deliveries
 )
 SELECT (SELECT count(*) FROM chosen), taken.*, chosen.read_count
 FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id)) ON true

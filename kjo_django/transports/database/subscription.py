@@ -70,6 +70,7 @@ class _Row(NamedTuple):
     headers: Any
     published_at: datetime
     rank: int
+    deliveries: int
     size: int | None
     """Bytes of the value; None: there is none."""
 
@@ -88,6 +89,7 @@ class DatabaseSubscription(LeasedSubscription):
     """
 
     release_keeps_order = True
+    counts_deliveries = True
 
     def __init__(
         self,
@@ -189,14 +191,19 @@ class DatabaseSubscription(LeasedSubscription):
         """Renew the leases. A row that somebody has locked is left out: a transaction that settles
         it may last, and has others locked that this one would wait for."""
         rows, expires_at = self._leased_rows(), self._clock.now() + self._lease
+        with self._lock:
+            owned = set(self._owned)
         if not connections[self._alias].features.has_select_for_update_skip_locked:
-            rows.update(lease_expires_at=expires_at)
-            return
-        moment = connections[self._alias].ops.adapt_datetimefield_value(expires_at)
-        with store_for(self._alias).transaction(waits_for_disk=False):
-            free = rows.order_by("id").select_for_update(skip_locked=True)
-            ids = free.values_list("id", flat=True)
-            _change(self._alias, _RENEW, [moment, self._token], ids)
+            count = rows.update(lease_expires_at=expires_at)
+        else:
+            moment = connections[self._alias].ops.adapt_datetimefield_value(expires_at)
+            with store_for(self._alias).transaction(waits_for_disk=False):
+                free = rows.order_by("id").select_for_update(skip_locked=True)
+                ids = free.values_list("id", flat=True)
+                count = _change(self._alias, _RENEW, [moment, self._token], ids)
+        if count < len(owned):
+            present = {(self._token, id) for id in rows.values_list("id", flat=True)}
+            self._forget(owned - present)  # others have taken them over, or they are settled
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
         """Own these records, and return them without those that are owned already: one that another
@@ -349,6 +356,7 @@ class DatabaseSubscription(LeasedSubscription):
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
+            deliveries=row.deliveries,
         )
 
     def _claim_step_by_step(
@@ -407,6 +415,7 @@ class DatabaseSubscription(LeasedSubscription):
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
+            deliveries=row.deliveries,
         )
 
     def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
@@ -606,6 +615,61 @@ class DatabaseSubscription(LeasedSubscription):
             orphans.update(consumer_group=self._group)
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
+    # --- Rows begun -------------------------------------------------------------------------------
+
+    def begin(self, records: Sequence[Record], worker: str) -> list[int]:
+        """Count in their rows, and lease them anew. A count that is lost in a crash of the server
+        harms nobody, so nobody waits for the server's disk."""
+        with self._lock:
+            mine = [each for each in records if each.token in self._owned]
+            new = [each for each in mine if each.token not in self._begun]
+        begun = {each.token: each.deliveries for each in mine}
+        if new:
+            counts = {each.token[1]: each.deliveries + 1 for each in new}
+            until = self._adapted(self._clock.now() + self._lease)
+            lost = self._store_counts(_BEGIN, counts, [worker, until])
+            self._forget((self._token, id) for id in lost)
+            with self._lock:
+                self._begun.update(each.token for each in new if each.token in self._owned)
+            for each in new:
+                each.deliveries += 1
+                begun[each.token] = 0 if each.token[1] in lost else each.deliveries
+        return [begun.get(each.token, 0) for each in records]
+
+    def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
+        """Count in their rows. Once it is closed, they go to others."""
+        counts = dict(zip((each.token for each in records), deliveries, strict=True))
+        with self._lock:
+            ended = [each for each in records if each.token in self._begun]
+        if not ended:
+            return
+        statement = _END_AND_FREE if self._is_closed else _END
+        self._store_counts(statement, {each.token[1]: counts[each.token] for each in ended}, [])
+        for each in ended:
+            each.deliveries = counts[each.token]
+        with self._lock:
+            self._begun.difference_update(each.token for each in ended)
+
+    def _store_counts(
+        self, statement: str, counts: Mapping[int, int], values: Sequence[Any]
+    ) -> set[int]:
+        """Store how often rows were begun; return the ids of those that are another's by now."""
+        by_count: dict[int, list[int]] = {}
+        for id, count in counts.items():
+            by_count.setdefault(count, []).append(id)
+        changed = 0
+        for count, ids in by_count.items():
+            with store_for(self._alias).transaction(waits_for_disk=False):
+                changed += _change(self._alias, statement, [count, *values, self._token], ids)
+        if changed == len(counts):
+            return set()
+        rows = self._leased_rows().values_list("id", flat=True)
+        chunks = _batches(self._alias, counts)
+        return {*counts}.difference(id for part in chunks for id in rows.filter(id__in=part))
+
+    def _adapted(self, moment: datetime) -> Any:
+        return connections[self._alias].ops.adapt_datetimefield_value(moment)
+
     # --- Rows leased ------------------------------------------------------------------------------
 
     def _leased_rows(self) -> QuerySet[TransportMessage]:
@@ -689,9 +753,11 @@ class DatabaseSubscription(LeasedSubscription):
     def _leave(self) -> None:
         """Write acknowledgements, hand back the rest at once and close this thread's connection."""
         rows = self._leased_rows()
+        with self._lock:
+            begun = [id for _, id in self._begun]  # what still runs is given back when it ends
         if not (
             self._insist(self._write_settled)
-            and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))
+            and self._insist(lambda: rows.exclude(id__in=begun).update(**_FREED))
         ):
             logger.warning(
                 "Consumer group %s: its leases stay until they expire: %s",
@@ -815,6 +881,13 @@ WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
 """
 _RENEW = "{update} SET lease_expires_at = %s WHERE lease_token = %s"
 _FREE = "{update} SET lease_token = '', lease_expires_at = NULL WHERE lease_token = %s"
+_FREED: Mapping[str, Any] = {"lease_token": "", "lease_expires_at": None}
+_BEGIN = "{update} SET deliveries = %s, worker = %s, lease_expires_at = %s WHERE lease_token = %s"
+_END = "{update} SET deliveries = %s, worker = '' WHERE lease_token = %s"
+_END_AND_FREE = """
+{update} SET deliveries = %s, worker = '', lease_token = '', lease_expires_at = NULL
+WHERE lease_token = %s
+"""
 
 _VERBS = {"delete": "DELETE FROM kjo_transport_message", "update": "UPDATE kjo_transport_message"}
 # MySQL and MariaDB would read the whole table for half of its rows, and wait for each of them that

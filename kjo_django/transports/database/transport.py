@@ -21,19 +21,20 @@ leases. Runs on SQLite, PostgreSQL and MariaDB.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
+from django.db.models.fields.json import KeyTextTransform
 from django.db.models.signals import post_migrate
 from django.utils.translation import gettext as _
 
 from kjo_django.conf import databases_on, get_settings
 from kjo_django.exceptions import PublishError
-from kjo_django.messages.headers import to_json
+from kjo_django.messages.headers import ID, from_json, to_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
@@ -79,7 +80,12 @@ class DatabaseTransport(Transport):
     """See the module."""
 
     capabilities = Capabilities(
-        ordering=True, delay=True, transactional=True, replay=False, priority=True
+        ordering=True,
+        delay=True,
+        transactional=True,
+        replay=False,
+        priority=True,
+        counts_deliveries=True,
     )
     known_options = frozenset({"DATABASE", "GROUPS", "LEASE", "POLL_INTERVAL"})
 
@@ -218,6 +224,27 @@ class DatabaseTransport(Transport):
         except OUTAGES as error:
             mend_connection(self.database)
             raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
+
+    def running(
+        self, message_ids: Collection[str] | None = None, *, most: int | None = None
+    ) -> dict[str, str]:
+        """Read the rows that workers have begun: few, and found by their leases."""
+        rows = (
+            TransportMessage.objects.using(self.database)
+            .exclude(lease_token="")  # spelled like the condition of the partial index
+            .filter(lease_expires_at__gt=self.clock.now())
+            .exclude(worker="")
+            .annotate(message_id=KeyTextTransform(ID, "headers"))
+        )
+        if message_ids is not None:
+            stored = to_json({id: id.encode() for id in message_ids})
+            rows = rows.filter(message_id__in=list(stored.values()))
+        try:
+            found = list(rows.values_list("message_id", "worker")[:most])
+        except OUTAGES as error:
+            mend_connection(self.database)
+            raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
+        return {from_json({ID: id})[ID].decode(): worker for id, worker in found if id}
 
     def probe(self, timeout: float) -> str:
         """Look for a row."""
