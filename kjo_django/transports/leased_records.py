@@ -52,8 +52,6 @@ class LeasedSubscription(Subscription):
         """The tokens of what was handed out and is not given up."""
         self._settled: set[Any] = set()
         """Those of them that are acknowledged."""
-        self._begun: set[Any] = set()
-        """Those of them that are noted as begun."""
         self._paused: set[TopicPartition] = set()
         self._woken = threading.Event()
         self._is_assigned = False
@@ -108,8 +106,8 @@ class LeasedSubscription(Subscription):
 
     def _forget(self, tokens: Iterable[Any]) -> None:
         with self._lock:
-            for each in (self._owned, self._settled, self._begun):
-                each.difference_update(tokens)
+            self._owned.difference_update(tokens)
+            self._settled.difference_update(tokens)
 
     def acknowledge(self, records: Iterable[Record]) -> None:
         """Note settled records; the next poll, ``flush`` or ``close`` writes them."""

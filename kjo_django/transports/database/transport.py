@@ -28,13 +28,12 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
-from django.db.models.fields.json import KeyTextTransform
 from django.db.models.signals import post_migrate
 from django.utils.translation import gettext as _
 
 from kjo_django.conf import databases_on, get_settings
 from kjo_django.exceptions import PublishError
-from kjo_django.messages.headers import ID, from_json, to_json
+from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
@@ -48,6 +47,7 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
+from kjo_django.transports.database.runs import running
 from kjo_django.transports.database.subscription import (
     OUTAGES,
     DatabaseSubscription,
@@ -228,23 +228,12 @@ class DatabaseTransport(Transport):
     def running(
         self, message_ids: Collection[str] | None = None, *, most: int | None = None
     ) -> dict[str, str]:
-        """Read the rows that workers have begun: few, and found by their leases."""
-        rows = (
-            TransportMessage.objects.using(self.database)
-            .exclude(lease_token="")  # spelled like the condition of the partial index
-            .filter(lease_expires_at__gt=self.clock.now())
-            .exclude(worker="")
-            .annotate(message_id=KeyTextTransform(ID, "headers"))
-        )
-        if message_ids is not None:
-            stored = to_json({id: id.encode() for id in message_ids})
-            rows = rows.filter(message_id__in=list(stored.values()))
+        """See ``runs``."""
         try:
-            found = list(rows.values_list("message_id", "worker")[:most])
+            return running(self.database, self.clock, message_ids, most)
         except OUTAGES as error:
             mend_connection(self.database)
             raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
-        return {from_json({ID: id})[ID].decode(): worker for id, worker in found if id}
 
     def probe(self, timeout: float) -> str:
         """Look for a row."""

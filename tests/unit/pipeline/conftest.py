@@ -22,8 +22,16 @@ def transport(request, settings, _database):
 
 
 @pytest.fixture
+def _on_the_database(settings, _database):
+    """The test runs on the transport that shares the jobs' transactions only."""
+    settings.KJO = KJO
+
+
+@pytest.fixture
 def _configured(request, settings, _database):
-    if "transport" in request.fixturenames:
+    if "_on_the_database" in request.fixturenames:
+        request.getfixturevalue("_on_the_database")
+    elif "transport" in request.fixturenames:
         request.getfixturevalue("transport")
     else:
         settings.KJO = KJO | MEMORY
