@@ -648,7 +648,7 @@ class DatabaseSubscription(LeasedSubscription):
         return [each.deliveries + 1 if each.token in mine else 0 for each in records]
 
     def _lost(self, records: Sequence[Record]) -> set[Any]:
-        """Return the tokens of those of the records that others have by now, or that are settled."""
+        """Return the tokens of records that others have by now, or that are settled."""
         present: set[int] = set()
         for part in _batches(self._alias, [each.offset for each in records]):
             present.update(self._leased_rows().filter(id__in=part).values_list("id", flat=True))
