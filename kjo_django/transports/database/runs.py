@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from datetime import timedelta
 
 from django.db import connections
+from django.db.models import Exists, OuterRef
 
 from kjo_django.clock import Clock
 from kjo_django.models import TransportMessage, TransportRun
 from kjo_django.store import store_for
+
+_KEPT = timedelta(days=1)
+_PRUNE_EVERY = 3600.0
 
 
 class Runs:
@@ -39,6 +45,7 @@ class Runs:
         self._worker = ""
         self._free: list[int] = []
         """Numbers that may be used again; the smallest comes first."""
+        self._prune_at = -math.inf
 
     def __contains__(self, message: int) -> bool:
         return message in self._number_of
@@ -84,6 +91,21 @@ class Runs:
             if self._number_of:
                 return
         TransportRun.objects.using(self._alias).filter(consumer=self._consumer).delete()
+
+    def prune(self) -> None:
+        """Delete once in a while what dead consumers have left whose messages others have by now.
+        A living one writes its row again."""
+        now = self._clock.monotonic()
+        if now < self._prune_at:
+            return
+        leased = TransportMessage.objects.filter(lease_token=OuterRef("consumer"))
+        old = TransportRun.objects.using(self._alias).filter(
+            ~Exists(leased.exclude(lease_token="")), begun_at__lt=self._clock.now() - _KEPT
+        )
+        ids = list(old.values_list("pk", flat=True))
+        if ids:
+            TransportRun.objects.using(self._alias).filter(pk__in=ids).delete()
+        self._prune_at = now + _PRUNE_EVERY
 
     def _drop(self, number: int) -> None:
         """Let a number be used again; the caller holds the lock."""

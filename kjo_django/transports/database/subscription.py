@@ -625,6 +625,7 @@ class DatabaseSubscription(LeasedSubscription):
         orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
         if orphans.exists():
             orphans.update(consumer_group=self._group)
+        self._runs.prune()
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
     # --- Rows begun -------------------------------------------------------------------------------
