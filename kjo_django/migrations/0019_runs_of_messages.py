@@ -1,11 +1,13 @@
 from django.db import migrations, models
 
+from kjo_django.migrations._operations import AddColumn
+
 
 class Migration(migrations.Migration):
     dependencies = [("kjo_django", "0018_logs_of_failed_attempts")]
 
     operations = [
-        migrations.AddField(
+        AddColumn(
             model_name="transportmessage",
             name="deliveries",
             field=models.PositiveIntegerField(

@@ -38,6 +38,8 @@ class Runs:
         self._consumer = consumer
         self._clock = clock
         self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        """Held while a run is written of which something was taken out."""
         self._number_of: dict[int, int] = {}
         """The run of each message that is begun."""
         self._left: dict[int, dict[int, str]] = {}
@@ -68,22 +70,38 @@ class Runs:
         with self._lock:
             self._number_of.update(dict.fromkeys(messages, number))
 
-    def forget(self, messages: Iterable[int]) -> set[int]:
-        """Forget messages that are no longer this consumer's; return their runs."""
-        touched: set[int] = set()
+    def forget(self, messages: Iterable[int]) -> None:
+        """Forget messages that are no longer this consumer's."""
         with self._lock:
-            for each in messages:
-                if (number := self._number_of.pop(each, None)) is not None:
-                    touched.add(number)
-                    self._left[number].pop(each)
-                    if not self._left[number]:
-                        self._drop(number)
-        return touched
+            self._drop_empty(self._take_out(messages))
 
     def end(self, messages: Iterable[int]) -> None:
         """Note durably that these messages do not run, though they stay this consumer's."""
-        for number in self.forget(messages):
-            self._store(number, self._left.get(number, {}))
+        with self._ending:
+            with self._lock:
+                left = {number: dict(self._left[number]) for number in self._take_out(messages)}
+            try:
+                for number, messages_left in left.items():
+                    self._store(number, messages_left)
+            finally:
+                with self._lock:
+                    self._drop_empty(left)
+
+    def _take_out(self, messages: Iterable[int]) -> set[int]:
+        """Take messages out of their runs, and return these; the caller holds the lock."""
+        touched: set[int] = set()
+        for each in messages:
+            if (number := self._number_of.pop(each, None)) is not None:
+                touched.add(number)
+                self._left[number].pop(each)
+        return touched
+
+    def _drop_empty(self, numbers: Iterable[int]) -> None:
+        """Let the numbers of runs of which nothing is left be used again; the caller holds the
+        lock."""
+        for number in numbers:
+            if not self._left.get(number, True):
+                self._drop(number)
 
     def close(self) -> None:
         """Delete what is written, unless some of it still runs."""
