@@ -39,7 +39,9 @@ class Runs:
         self._clock = clock
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        """Held while a run is written of which something was taken out."""
+        """Held while runs are written of which something was taken out."""
+        self._written: set[int] = set()
+        """These runs: their numbers are not used again meanwhile."""
         self._number_of: dict[int, int] = {}
         """The run of each message that is begun."""
         self._left: dict[int, dict[int, str]] = {}
@@ -79,12 +81,14 @@ class Runs:
         """Note durably that these messages do not run, though they stay this consumer's."""
         with self._ending:
             with self._lock:
-                left = {number: dict(self._left[number]) for number in self._take_out(messages)}
+                self._written = self._take_out(messages)
+                left = {number: dict(self._left[number]) for number in self._written}
             try:
                 for number, messages_left in left.items():
                     self._store(number, messages_left)
             finally:
                 with self._lock:
+                    self._written = set()
                     self._drop_empty(left)
 
     def _take_out(self, messages: Iterable[int]) -> set[int]:
@@ -100,7 +104,7 @@ class Runs:
         """Let the numbers of runs of which nothing is left be used again; the caller holds the
         lock."""
         for number in numbers:
-            if not self._left.get(number, True):
+            if number not in self._written and not self._left.get(number, True):
                 self._drop(number)
 
     def close(self) -> None:
