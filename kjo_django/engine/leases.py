@@ -116,27 +116,8 @@ class LeaseBook:
 
         :param ttl: of leases of coordination, where their queue has its own.
         """
-        others = [each for each in deliveries if not each.has_own_lease]
-        if len(others) == len(deliveries):
-            return self._claim_leases(deliveries, ttl)
-        claims = self._begin([each for each in deliveries if each.has_own_lease])
-        if others:
-            claims |= zip(others, self._claim_leases(others, ttl), strict=True)
-        return [claims[each] for each in deliveries]
-
-    def _begin(self, deliveries: Sequence[Delivery]) -> dict[Delivery, Claim]:
-        """Begin deliveries under the leases of their records."""
-        claims: dict[Delivery, Claim] = {}
-        for subscription, begun in _by_subscription(deliveries).items():
-            counts = subscription.begin([each.record for each in begun], self.token)
-            for delivery, count in zip(begun, counts, strict=True):
-                claims[delivery] = Claim(count > 0, count)
-                if count:
-                    self.owned.setdefault(delivery, Owned()).claims = count
-        return claims
-
-    def _claim_leases(self, deliveries: Sequence[Delivery], ttl: timedelta | None) -> list[Claim]:
-        """Claim leases of coordination."""
+        if any(delivery.has_own_lease for delivery in deliveries):
+            return self._begin(deliveries, ttl)
         ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
             return self._own_unasked(deliveries)
@@ -284,15 +265,6 @@ class LeaseBook:
             all_of_it.callback(self._end, begun)
             self._give_back_rows([owned for _, owned in left])
 
-    def _end(self, begun: Mapping[Delivery, int]) -> None:
-        """Count how often deliveries were begun that run no longer."""
-        for subscription, ended in _by_subscription(begun).items():
-            try:
-                subscription.end([each.record for each in ended], [begun[each] for each in ended])
-            except (DatabaseError, InterfaceError, OSError) as error:
-                logger.warning("%d records count as begun: %s", len(ended), error)
-                drop_broken_connections()
-
     def give_back_rows(self, deliveries: Iterable[Delivery]) -> None:
         """Give back the leases in rows that deliveries still own. An outage is not raised."""
         self._give_back_rows([self.owned[each] for each in deliveries if each in self.owned])
@@ -313,6 +285,30 @@ class LeaseBook:
     def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
         popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)
         return [(delivery, owned) for delivery, owned in popped if owned is not None]
+
+    # --- Leases of records ------------------------------------------------------------------------
+
+    def _begin(self, deliveries: Sequence[Delivery], ttl: timedelta | None) -> list[Claim]:
+        """Begin deliveries under the leases of their records, and claim those of the others."""
+        others = [each for each in deliveries if not each.has_own_lease]
+        claims = dict(zip(others, self.claim(others, ttl), strict=True)) if others else {}
+        own = (each for each in deliveries if each.has_own_lease)
+        for subscription, begun in _by_subscription(own).items():
+            counts = subscription.begin([each.record for each in begun], self.token)
+            for delivery, count in zip(begun, counts, strict=True):
+                claims[delivery] = Claim(count > 0, count)
+                if count:
+                    self.owned.setdefault(delivery, Owned()).claims = count
+        return [claims[each] for each in deliveries]
+
+    def _end(self, begun: Mapping[Delivery, int]) -> None:
+        """Count how often deliveries were begun that run no longer. An outage is not raised."""
+        for subscription, ended in _by_subscription(begun).items():
+            try:
+                subscription.end([each.record for each in ended], [begun[each] for each in ended])
+            except (DatabaseError, InterfaceError, OSError) as error:
+                logger.warning("%d records count as begun: %s", len(ended), error)
+                drop_broken_connections()
 
     # --- Limits -----------------------------------------------------------------------------------
 
