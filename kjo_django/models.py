@@ -1318,6 +1318,11 @@ class TransportMessage(StoredModel):
     available_at = models.DateTimeField(default=timezone.now)
     lease_token = models.CharField(max_length=64, blank=True, default="")
     lease_expires_at = models.DateTimeField(null=True)
+    deliveries = models.PositiveIntegerField(
+        default=0,
+        db_default=0,
+        help_text="Times it was begun without an outcome, but for the run that goes on.",
+    )
 
     class Meta:
         db_table = "kjo_transport_message"
@@ -1337,6 +1342,27 @@ class TransportMessage(StoredModel):
 
     def __str__(self) -> str:
         return f"{self.topic} {self.id}"
+
+
+class TransportRun(StoredModel):
+    """The messages that a consumer has begun together. One row for all of them costs less than a
+    write to each. What has ended since is no longer leased to the consumer, or is overwritten."""
+
+    consumer = models.CharField(max_length=64, help_text="The token of its leases.")
+    number = models.PositiveIntegerField(help_text="Of those that go on at the same time.")
+    worker = models.CharField(max_length=64, help_text="The token of its worker.")
+    messages = models.TextField(help_text="As JSON: the id of each message by that of its row.")
+    begun_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "kjo_transport_run"
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(fields=("consumer", "number"), name="kjo_transport_run_key"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.consumer} {self.number}"
 
 
 class Lease(StoredModel):

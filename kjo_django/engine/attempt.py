@@ -81,6 +81,9 @@ class Delivery:
     """Most deliveries its handler takes in one call; None for a handler of one."""
     lease: str
     """The name of its lease; "" of a record that nobody can read."""
+    has_own_lease: bool
+    """Whether its record's own lease keeps all others from it, which then needs none of
+    coordination. Records of one item share a lease of coordination."""
     key: EventKey
     """Of its marker in ``processed_events``."""
     shard: object
@@ -109,6 +112,7 @@ class Delivery:
         self.kind, self.batch = handler.options.name, handler.options.batch
         outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
         self.mode = Mode.ATOMIC if handler.options.atomic else outside
+        self.has_own_lease = subscription.counts_deliveries and not message.lease_id
         self.key, self.lease = NO_KEY, ""
         if message.id:
             self.key = EventKey(message.id, handler.service or service, message.type)

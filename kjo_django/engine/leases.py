@@ -28,6 +28,7 @@ from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.logs import get_logger
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
+from kjo_django.transports.base import Subscription
 
 T = TypeVar("T")
 
@@ -110,10 +111,13 @@ class LeaseBook:
     # --- What deliveries own ----------------------------------------------------------------------
 
     def claim(self, deliveries: Sequence[Delivery], ttl: timedelta | None = None) -> list[Claim]:
-        """Claim the leases of deliveries that are free; see ``release_abandoned`` for the rest.
+        """Claim the leases of deliveries that are free; see ``release_abandoned`` for the rest. A
+        delivery whose record has a lease of its own is begun under that one.
 
-        :param ttl: of these leases, where their queue has its own.
+        :param ttl: of leases of coordination, where their queue has its own.
         """
+        if any(delivery.has_own_lease for delivery in deliveries):
+            return self._begin(deliveries, ttl)
         ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
             return self._own_unasked(deliveries)
@@ -180,8 +184,12 @@ class LeaseBook:
         left = self._take_out(deliveries)
         if rows := [owned.row for _, owned in left if owned.row]:
             self.let_rows_go(rows)
-        if names := [delivery.lease for delivery, owned in left if owned.claims]:
+        if names := [each.lease for each, owned in left if owned.claims and self._has_lease(each)]:
             self.release(names)
+
+    def _has_lease(self, delivery: Delivery) -> bool:
+        """Return whether coordination may have a lease or a slot of this worker's for it."""
+        return not delivery.has_own_lease or delivery.lease in self._slots
 
     def _own_unasked(self, deliveries: Sequence[Delivery]) -> list[Claim]:
         """Let deliveries have no leases, but the slots that may be taken for them when coordination
@@ -235,21 +243,26 @@ class LeaseBook:
         known: list[str] = []
         counted: list[str] = []
         spent: list[str] = []
+        begun: dict[Delivery, int] = {}
+        """Those begun under leases of their records, and how often each stays counted."""
         left = self._take_out(deliveries)
         for delivery, owned in left:
             if not owned.claims:
                 continue
-            if delivery.is_settled or ((attempt := delivery.attempt) and attempt.must_not_run):
+            stays = _stays_counted(delivery, owned)
+            if delivery.has_own_lease and not delivery.is_settled:
+                begun[delivery] = stays
+            if not self._has_lease(delivery):
+                continue
+            if not stays:
                 known.append(delivery.lease)
-            elif owned.is_spent:
-                spent.append(delivery.lease)
             else:
-                is_known = delivery.attempt is not None or owned.claims == 1
-                (known if is_known else counted).append(delivery.lease)
+                (spent if owned.is_spent else counted).append(delivery.lease)
         with ExitStack() as all_of_it:  # whatever one of them raises
             all_of_it.callback(self.release, spent, count_delivery=True)
             all_of_it.callback(self.release, counted, undo_claim=True)
             all_of_it.callback(self.release, known)
+            all_of_it.callback(self._end, begun)
             self._give_back_rows([owned for _, owned in left])
 
     def give_back_rows(self, deliveries: Iterable[Delivery]) -> None:
@@ -272,6 +285,30 @@ class LeaseBook:
     def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
         popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)
         return [(delivery, owned) for delivery, owned in popped if owned is not None]
+
+    # --- Leases of records ------------------------------------------------------------------------
+
+    def _begin(self, deliveries: Sequence[Delivery], ttl: timedelta | None) -> list[Claim]:
+        """Begin deliveries under the leases of their records, and claim those of the others."""
+        others = [each for each in deliveries if not each.has_own_lease]
+        claims = dict(zip(others, self.claim(others, ttl), strict=True)) if others else {}
+        own = (each for each in deliveries if each.has_own_lease)
+        for subscription, begun in _by_subscription(own).items():
+            counts = subscription.begin([each.record for each in begun], self.token)
+            for delivery, count in zip(begun, counts, strict=True):
+                claims[delivery] = Claim(count > 0, count)
+                if count:
+                    self.owned.setdefault(delivery, Owned()).claims = count
+        return [claims[each] for each in deliveries]
+
+    def _end(self, begun: Mapping[Delivery, int]) -> None:
+        """Count how often deliveries were begun that run no longer. An outage is not raised."""
+        for subscription, ended in _by_subscription(begun).items():
+            try:
+                subscription.end([each.record for each in ended], [begun[each] for each in ended])
+            except (DatabaseError, InterfaceError, OSError) as error:
+                logger.warning("%d records count as begun: %s", len(ended), error)
+                drop_broken_connections()
 
     # --- Limits -----------------------------------------------------------------------------------
 
@@ -556,6 +593,7 @@ class LeaseBook:
 
     def release_all(self) -> None:
         """Let others take over at once whatever this worker still has."""
+        self._end({each: 0 for each in list(self.owned) if each.has_own_lease})
         with self._lock:
             mine = [*self._held, *self._unreleased, alive_name(self.token)]
             self._unreleased, self._held, self._slots = set(), {}, {}
@@ -592,3 +630,19 @@ class LeaseBook:
         if not ids:
             return
         self._store.renew_row_leases(ids, self.token, self._clock.now() + self.ttl)
+
+
+def _by_subscription(deliveries: Iterable[Delivery]) -> dict[Subscription, list[Delivery]]:
+    found: dict[Subscription, list[Delivery]] = {}
+    for delivery in deliveries:
+        found.setdefault(delivery.subscription, []).append(delivery)
+    return found
+
+
+def _stays_counted(delivery: Delivery, owned: Owned) -> int:
+    """Return how often a delivery that is given back stays counted as begun."""
+    if delivery.is_settled or ((attempt := delivery.attempt) and attempt.must_not_run):
+        return 0
+    if owned.is_spent:
+        return owned.claims
+    return 0 if delivery.attempt is not None else owned.claims - 1

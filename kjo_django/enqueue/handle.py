@@ -81,6 +81,7 @@ _COLUMNS = (
         "content_type",
         "headers",
         "result",
+        "stage",
     ),
     *("available_at", "lease_expires_at", "created_at", "finished_at", "result_expires_at"),
 )

@@ -6,17 +6,17 @@ The row of a running atomic handler is locked, so coordination has the lease and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kjo_django import registry, states
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
-from kjo_django.exceptions import CoordinationError
+from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.logs import get_logger
 from kjo_django.models import NEVER, HeldJob, Job, LimitControl
-from kjo_django.runtime import get_coordination, jobs_database
+from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
 from kjo_django.states import JobStatus
 
 logger = get_logger("kjo_django")
@@ -31,34 +31,60 @@ def shown_states(jobs: Sequence[Job]) -> dict[Any, JobStatus]:
 
 
 def leased_jobs(jobs: Iterable[Job]) -> dict[Any, str]:
-    """Return the keys of the open jobs on which a living worker holds a lease of coordination, each
-    with the worker's token.
+    """Return the keys of the open jobs that a living worker has begun, each with the worker's
+    token.
 
-    Nothing else shows that an atomic handler runs. All leases are asked for at once.
+    Nothing else shows that an atomic handler runs. All are asked for at once. None is returned
+    while coordination, which knows who lives, or the transport is away.
     """
-    conf = get_settings()
-    leases = {
-        job.pk: lease_name(conf.queue(job.queue), job.message_id)
-        for job in jobs
-        if job.state in states.OPEN
-    }
-    live = live_leases(list(leases.values()))
-    return {key: live[name] for key, name in leases.items() if name in live}
-
-
-def live_leases(leases: Sequence[str]) -> dict[str, str]:
-    """Return the lease names that a living worker holds, each with its token; none while
-    coordination is away."""
-    if not leases:
-        return {}
-    coordination = get_coordination()
+    open_jobs = [job for job in jobs if job.state in states.OPEN]
     try:
-        owners = coordination.holders(leases)
-        living = coordination.holders(sorted({alive_name(token) for token in owners.values()}))
-    except CoordinationError as error:
-        logger.warning("Leases cannot be asked for, the rows decide: %s", error)
+        return owners_of(open_jobs)
+    except (CoordinationError, PublishError) as error:
+        logger.warning("It is not known which jobs run, the rows decide: %s", error)
         return {}
-    return {name: token for name, token in owners.items() if alive_name(token) in living}
+
+
+def owners_of(jobs: Sequence[Job]) -> dict[Any, str]:
+    """Return the keys of the jobs that a living worker has begun, each with the worker's token.
+
+    :raises CoordinationError: coordination cannot be reached.
+    :raises PublishError: the transport that counts deliveries cannot be reached.
+    """
+    if not jobs:
+        return {}
+    conf, owners = get_settings(), dict[Any, str]()
+    messages: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        messages.setdefault(conf.queue(job.queue).transport, {})[job.message_id] = job.pk
+    for alias, keys in messages.items():
+        running = get_transport(alias).running(list(keys))
+        owners.update((keys[id], token) for id, token in running.items())
+    leases = {
+        lease_name(conf.queue(job.queue), job.message_id): job.pk
+        for job in jobs
+        if job.pk not in owners and _may_have_lease(job, conf.queue(job.queue).transport)
+    }
+    if leases:
+        held = get_coordination().holders(list(leases))
+        owners.update((leases[name], token) for name, token in held.items())
+    return living(owners)
+
+
+def living(owners: Mapping[Any, str]) -> dict[Any, str]:
+    """Return what belongs to workers that show signs of life.
+
+    :raises CoordinationError: coordination cannot be reached.
+    """
+    names = sorted({alive_name(token) for token in owners.values()})
+    alive = get_coordination().holders(names) if names else {}
+    return {key: token for key, token in owners.items() if alive_name(token) in alive}
+
+
+def _may_have_lease(job: Job, transport: str) -> bool:
+    """Return whether it may run under a lease of coordination: steps of workflows do, which come to
+    a worker past the transport."""
+    return job.stage_id is not None or not transport_class(transport).capabilities.counts_deliveries
 
 
 # --- Limits ---------------------------------------------------------------------------------------

@@ -25,13 +25,12 @@ from django.db.models import QuerySet
 
 from kjo_django import states
 from kjo_django.clock import CLOCK
-from kjo_django.coordination.base import alive_name, lease_name
-from kjo_django.exceptions import CoordinationError
+from kjo_django.enqueue.job_status import owners_of
+from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.models import Job
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.running_job import running
-from kjo_django.runtime import current_runtime
 from kjo_django.values import text, timedelta_of
 
 PREFIX = "kjo-unique:"
@@ -318,20 +317,14 @@ def _has_row_lease(job: Job) -> bool:
 
 
 def _is_leased(job: Job) -> bool | None:
-    """Return whether a living worker has a lease on the job; None if coordination cannot say."""
+    """Return whether a living worker has begun the job; None if that is not known."""
     if job.state not in states.OPEN:
         return False
     run: Any = running.get()
     runs = getattr(run, "items", (run,))
     if any(getattr(each, "job_id", None) == str(job.pk) for each in runs):
         return True
-    runtime = current_runtime()
-    name, holders = (
-        lease_name(runtime.settings.queue(job.queue), job.message_id),
-        runtime.coordination.holders,
-    )
     try:
-        owner = holders([name]).get(name)
-        return owner is not None and bool(holders([alive_name(owner)]))
-    except CoordinationError:
+        return bool(owners_of([job]))
+    except (CoordinationError, PublishError):
         return None

@@ -29,17 +29,18 @@ from django.utils.dateparse import parse_date, parse_datetime
 from kjo_django import registry
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.job_status import live_leases
-from kjo_django.exceptions import CoordinationError
+from kjo_django.enqueue.job_status import living
+from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, WorkflowStage, is_scheduled
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.operations.rows import batched, key_of
 from kjo_django.retries import LONGEST_DELAY
-from kjo_django.runtime import get_coordination, jobs_database
+from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
 from kjo_django.states import OPEN, JobState, JobStatus
 from kjo_django.store.counting import COUNT_LIMIT, window_floor
+from kjo_django.transports.base import Transport
 
 MAX_LENGTH = 40_000
 """Characters of a search."""
@@ -489,11 +490,11 @@ def running_counts() -> dict[str, int] | None:
 
 
 def running() -> list[UUID]:
-    """Return the ids of at most 2,000 jobs that living workers hold a lease on; none while
-    coordination cannot be reached.
+    """Return the ids of at most 2,000 jobs that living workers have begun; none while coordination
+    or a transport cannot be reached.
 
-    A lease has the name of its message. The leases of messages of other services have no job's id
-    and are not found.
+    A lease has the name of its message. Messages of other services have no job's id and are not
+    found.
     """
     return _leased_ids() or []
 
@@ -501,18 +502,31 @@ def running() -> list[UUID]:
 def _leased_ids() -> list[UUID] | None:
     prefixes = {get_settings().queue(name).key_prefix for name in registry.queue_names()}
     coordination = get_coordination()
+    owners: dict[str, str] = {}
     names: dict[str, str] = {}
     try:
+        for transport in _counting_transports():
+            owners |= transport.running(most=PROCESSING - len(owners))
         for prefix in sorted(f"CONS:{prefix}:" for prefix in prefixes):
             found = itertools.islice(coordination.names(prefix), PROCESSING - len(names))
             names.update((name, name.removeprefix(prefix)) for name in found)
-    except CoordinationError:
+        held = coordination.holders(list(names)) if names else {}
+        owners |= {names[name]: token for name, token in held.items()}
+        running = living(owners)
+    except (CoordinationError, PublishError):
         return None
     ids = []
-    for name in live_leases(list(names)):
+    for message_id in running:
         with suppress(ValueError):
-            ids.append(UUID(names[name].partition(":")[0]))
+            ids.append(UUID(message_id.partition(":")[0]))
     return ids
+
+
+def _counting_transports() -> list[Transport]:
+    """Return the transports of our queues that tell which messages are begun."""
+    aliases = {get_settings().queue(name).transport for name in registry.queue_names()}
+    counting = (a for a in aliases if transport_class(a).capabilities.counts_deliveries)
+    return [get_transport(alias) for alias in sorted(counting)]
 
 
 def values_at(value: Any, path: Sequence[str]) -> list[Any]:

@@ -163,6 +163,14 @@ class Store:
         with connections[self.alias].cursor() as cursor:
             cursor.execute(sql, values)
 
+    def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
+        """Execute a statement in a transaction of its own; return how many rows it has changed.
+        What a crash of the server may lose is not waited for."""
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(sql, values)
+            changed: int = cursor.rowcount
+        return changed
+
     committing: tuple[str, ...] = ()
     """Regular expressions for the first words of statements that the server ends a transaction for,
     without being asked to."""

@@ -251,6 +251,12 @@ class PostgresStore(Store):
         else:
             along.before.append((sql, values))
 
+    def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
+        """Execute it in one round trip, its transaction included."""
+        with self.transaction(waits_for_disk=False):
+            (((changed,),),) = self.execute_all([(sql, values)], is_last=True)
+        return int(changed)
+
     def _along(self) -> _Along | None:
         """Return what takes statements that go along in the present transaction, if it is ours."""
         wrappers = connections[self.alias].execute_wrappers

@@ -61,6 +61,9 @@ class Capabilities:
     priority: bool = False
     """``OutgoingRecord.priority`` decides the order of handing out; without it each level of a
     queue's priorities has a topic of its own."""
+    counts_deliveries: bool = False
+    """Its subscriptions lease each record to one consumer and count how often it was begun, so a
+    record needs no lease of coordination; ``Transport.running`` tells which are begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,9 @@ class Record:
     """The transport's own handle for acknowledging."""
     priority: int = 0
     """As it was published with, where ``capabilities.priority``."""
+    deliveries: int = 0
+    """Times it was begun since its last durable outcome, where its subscription counts them; see
+    ``Subscription.begin``."""
 
     @property
     def header_list(self) -> list[tuple[str, bytes | None]]:
@@ -229,6 +235,29 @@ class Subscription(abc.ABC):
         """Return whether a record that was handed out is still this consumer's by what its process
         knows, so that it may be run again here. Makes no I/O; thread-safe. Default: it is."""
         return True
+
+    counts_deliveries: bool = False
+    """Whether ``begin`` counts, see ``Capabilities``."""
+
+    def begin(self, records: Sequence[Record], worker: str) -> list[int]:
+        """Note durably that these records are about to run, and return for each how often it was
+        begun since its last durable outcome, this time included; 0 of one that is not this
+        consumer's any more. Any thread may call it.
+
+        A record that was begun here and has not ended is not counted once more. Default, where
+        nothing is counted: 1 for each.
+
+        :param worker: the token of the worker that runs them.
+        """
+        return [1] * len(records)
+
+    def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
+        """Note that these records, which were begun, do not run and have no outcome yet. Any thread
+        may call it. Default: nothing.
+
+        :param deliveries: how often each counts as begun from now on.
+        """
+        return
 
     def limit(self, records: Mapping[str, int]) -> None:
         """Hand out no more than so many records of each of these topics in one poll, of others as
@@ -399,6 +428,18 @@ class Transport(abc.ABC):
         and it raises what that raises, within about five seconds: a page waits for the answer.
         Default: the lag, of what is no log."""
         return {where: GroupOffsets(lag) for where, lag in self.lag(topics, group).items()}
+
+    def running(
+        self, message_ids: Collection[str] | None = None, *, most: int | None = None
+    ) -> dict[str, str]:
+        """Return the ids of messages that workers have begun, each with the worker's token, where
+        subscriptions count deliveries; none elsewhere. A worker that has died has its messages
+        until their leases expire.
+
+        :param message_ids: only of these.
+        :param most: no more than so many.
+        """
+        return {}
 
     def probe(self, timeout: float) -> str:
         """Answer within ``timeout`` seconds with a short description of what was reached.

@@ -14,8 +14,6 @@ from django.db import connection, connections
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django.conf import get_settings
-from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.engine.handler.running import dump_progress
 from kjo_django.enqueue.job_status import progress_name
 from kjo_django.enqueue.waiting import Awaited, Waiter
@@ -29,6 +27,7 @@ from kjo_django.runtime import get_coordination
 from kjo_django.testing import run_job
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory
+from tests.running_jobs import let_run
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -37,11 +36,8 @@ def url(job: Any, action: str = "") -> str:
 
 
 def hold(job: Job) -> None:
-    """Let a living worker hold the job's lease, as one that runs it does."""
-    minute = timedelta(minutes=1)
-    coordination = get_coordination()
-    coordination.claim([lease_name(get_settings().queue(job.queue), job.message_id)], "w-1", minute)
-    coordination.claim([alive_name("w-1")], "w-1", minute)
+    """Let a living worker run the job."""
+    let_run(job, worker="w-1")
 
 
 # --- What is told ---------------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from typing import Any
 
 from django.db import connections
 
-from kjo_django.models import Lease, Mark, RateWindow, TransportMessage, TransportSubscription
+from kjo_django.models import (
+    Lease,
+    Mark,
+    RateWindow,
+    TransportMessage,
+    TransportRun,
+    TransportSubscription,
+)
 
 SQLITE = "kjo_sqlite_file"
 POSTGRES = "kjo_postgres"
@@ -41,5 +48,5 @@ def added_database(alias: str, settings: dict[str, Any]) -> Iterator[str]:
 
 
 def empty_tables(alias: str) -> None:
-    for model in (TransportMessage, TransportSubscription, Lease, Mark, RateWindow):
+    for model in (TransportMessage, TransportRun, TransportSubscription, Lease, Mark, RateWindow):
         model.objects.using(alias).all().delete()

@@ -33,13 +33,12 @@ from kjo_django.contrib.tasks.compat import (
     task_finished,
     task_started,
 )
-from kjo_django.coordination.base import lease_name
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.exceptions import JobExistsError, PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.logs import FOREIGN
-from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
+from kjo_django.models import DeadLetter, Job, JobFailure, MetricBucket, TransportMessage
 from kjo_django.operations import jobs as operations
 from kjo_django.runtime import current_runtime
 from kjo_django.testing import drain
@@ -268,10 +267,7 @@ def test_the_relay_publishes_it_where_the_transport_is_a_log(
 def test_a_task_whose_worker_died_too_often_has_failed(tasks: Any, work: Work) -> None:
     result = tasks.add.using(max_attempts=2).enqueue(1)
     # As often as it may be begun, its worker vanished with it.
-    job = Job.objects.get()
-    past = timezone.now() - timedelta(minutes=1)
-    name = lease_name(get_settings().queue(job.queue), job.message_id)
-    Lease.objects.create(name=name, token="vanished", expires_at=past, deliveries=2)
+    TransportMessage.objects.update(deliveries=2)
     work()
     result.refresh()
     assert (result.status, result.job_status) == ("FAILED", "failed")

@@ -21,16 +21,15 @@ pytest.importorskip(
 
 from django.utils import timezone
 
-from kjo_django.conf import default_worker_name, get_settings
+from kjo_django.conf import default_worker_name
 from kjo_django.contrib.tasks.compat import task_finished, task_started
-from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.models import Job, JobFailure
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.running_job import worker_name
-from kjo_django.runtime import get_coordination
 from kjo_django.worker.process import Worker
 from tests.factories import WorkerFactory
+from tests.running_jobs import let_run
 from tests.unit.deliveries import Bench
 from tests.waiting import PATIENCE, wait_until
 
@@ -39,9 +38,7 @@ MINUTE = timedelta(minutes=1)
 
 def leased_by(token: str) -> None:
     """Let the only job be in the hands of a living worker."""
-    job, coordination = Job.objects.get(), get_coordination()
-    lease = lease_name(get_settings().queue(job.queue), job.message_id)
-    coordination.claim([lease, alive_name(token)], token, MINUTE)
+    let_run(Job.objects.get(), worker=token)
 
 
 def run_by(worker: WorkerRow, *since: datetime) -> None:

@@ -16,8 +16,7 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from kjo_django import job, registry
-from kjo_django.conf import get_settings
-from kjo_django.coordination.base import alive_name, lease_name, slot_name
+from kjo_django.coordination.base import slot_name
 from kjo_django.limits import control
 from kjo_django.limits.control import set_limit
 from kjo_django.models import NEVER, HeldJob, Job, LimitControl
@@ -25,6 +24,7 @@ from kjo_django.runtime import get_coordination
 from kjo_django.states import JobState
 from tests.dashboard.conftest import texts, url
 from tests.factories import JobFactory, MetricBucketFactory
+from tests.running_jobs import let_run
 
 pytestmark = pytest.mark.django_db(transaction=True)
 EVERYTHING = ("view_dashboard", "view_limitcontrol", "change_limitcontrol")
@@ -78,9 +78,7 @@ def test_jobs_that_no_worker_has_met_wait_too(everybody):
     for row in made[1:3]:
         Job.objects.filter(pk=row.pk).update(available_at=NEVER)
         HeldJob.objects.create(job_id=row.pk, limit="RATE:job:tests.limited", queue="emails")
-    name = lease_name(get_settings().queue("emails"), made[0].message_id)
-    get_coordination().claim([name], "worker", timedelta(minutes=1))
-    get_coordination().claim([alive_name("worker")], "worker", timedelta(minutes=1))
+    let_run(made[0])
     # And others that do not wait for it
     JobFactory(**limited | {"state": JobState.COMPLETED})
     JobFactory(**limited, available_at=now + timedelta(hours=1))

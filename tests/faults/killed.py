@@ -3,6 +3,7 @@ tests.faults.killed SCENARIO CALL TRANSPORT`` on the database of ``DATABASE_URL`
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def left_behind() -> dict[str, Any]:
         Lease,
         ProcessedEvent,
         TransportMessage,
+        TransportRun,
     )
     from tests.ledger.models import Entry
 
@@ -60,8 +62,14 @@ def left_behind() -> dict[str, Any]:
         "failures": JobFailure.objects.count(),
         "markers": ProcessedEvent.objects.count(),
         "messages": Counter(
-            (topic, bool(token))
-            for topic, token in TransportMessage.objects.values_list("topic", "lease_token")
+            (topic, bool(token), deliveries)
+            for topic, token, deliveries in TransportMessage.objects.values_list(
+                "topic", "lease_token", "deliveries"
+            )
+        ),
+        "runs": Counter(
+            (number, len(json.loads(messages)))
+            for number, messages in TransportRun.objects.values_list("number", "messages")
         ),
         "leases": Counter(
             (name.partition(":")[0], bool(token), deliveries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import uuid
 from collections import Counter
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from django.db import connection
+from django.db.models import F
 from django.utils import timezone
 
 from kjo_django import registry
@@ -29,9 +31,10 @@ from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
 from kjo_django.round_trips import GroupBudget
-from kjo_django.runtime import current_runtime, get_transport
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
+from kjo_django.transports.database.runs import begun_by
 from tests.clocks import SetClock
 from tests.ledger.models import Entry
 
@@ -292,8 +295,53 @@ def the_job() -> Job:
     return Job.objects.get()
 
 
+def take_over(worker: Bench, deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Return deliveries of the same records to this worker, which has begun them: another one had
+    them, and has been silent for too long."""
+    if all(delivery.has_own_lease for delivery in deliveries):
+        TransportMessage.objects.filter(pk__in=[each.record.offset for each in deliveries]).update(
+            lease_expires_at=timezone.now() - timedelta(seconds=1)
+        )
+        for subscription in {each.subscription for each in deliveries}:
+            subscription._renewed_at = -math.inf  # type: ignore[attr-defined]
+        taken = worker.poll()
+    else:
+        names = [each.lease for each in deliveries]
+        for owner in set(get_coordination().holders(names).values()):
+            get_coordination().release(names, owner)
+        taken = [worker.read(delivery.record) for delivery in deliveries]
+    assert all(claim.acquired for claim in worker.leases.claim(taken))
+    return taken
+
+
+def let_die_with(deliveries: Sequence[Delivery]) -> None:
+    """Have a worker begin what these deliveries are of, and die."""
+    for delivery in deliveries:
+        if delivery.has_own_lease:
+            delivery.record.deliveries += 1
+            row = TransportMessage.objects.filter(pk=delivery.record.offset)
+            row.update(deliveries=F("deliveries") + 1)
+    if names := [each.lease for each in deliveries if not each.has_own_lease]:
+        get_coordination().claim(names, "dead", timedelta(minutes=5))
+        get_coordination().release(names, "dead", count_delivery=True)
+
+
+def next_delivery(delivery: Delivery) -> int:
+    """Return how often it will have been begun when the next worker begins it."""
+    if delivery.has_own_lease:
+        row = TransportMessage.objects.filter(pk=delivery.record.offset).first()
+        if row is None:
+            return 1
+        is_begun = (row.lease_token, row.pk) in begun_by("default", [row.lease_token])
+        return row.deliveries + is_begun + 1
+    (claim,) = get_coordination().claim([delivery.lease], "next", timedelta(minutes=1))
+    return claim.deliveries
+
+
 class Named:
     """What has a lease of this name, instead of a delivery."""
+
+    has_own_lease = False
 
     def __init__(self, lease: str) -> None:
         self.lease = lease

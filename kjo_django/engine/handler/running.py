@@ -76,7 +76,8 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
     if not jobs:
         return
     asked = runtime.coordination.get_marks([abort_name(job.context.job_id) for job in jobs])
-    holders = runtime.coordination.holders([job.context.lease for job in jobs])
+    leases = [job.context.lease for job in jobs if not job.delivery.has_own_lease]
+    holders = runtime.coordination.holders(leases)
     unheld: list[RunningJob] = []
     for job in jobs:
         context = job.context
@@ -85,11 +86,17 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
         elif context.lease in holders:
             if holders[context.lease] != token:
                 context.abort(Abort.LOST)
-        elif not context.is_atomic:
+        elif not context.is_atomic and not _has_record(job):
             # Within a transaction the row is locked, nobody else runs the job.
             unheld.append(job)
     if unheld:
         _abort_overtaken(unheld, runtime, token)
+
+
+def _has_record(job: RunningJob) -> bool:
+    """Return whether a job's record is leased to this worker, by what its process knows."""
+    delivery = job.delivery
+    return delivery.has_own_lease and delivery.subscription.holds(delivery.record)
 
 
 def _abort_overtaken(unheld: list[RunningJob], runtime: Runtime, token: str) -> None:

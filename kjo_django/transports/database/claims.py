@@ -58,6 +58,8 @@ class Asked(NamedTuple):
 class Row(NamedTuple):
     """A row that was leased.
 
+    :ivar owner: the consumer that it was leased to before, and that was silent for too long; "" of
+        one that nobody had.
     :ivar read_count: how many rows of its topic were read, of which this claim may have left some.
     """
 
@@ -68,6 +70,8 @@ class Row(NamedTuple):
     headers: Mapping[str, str]
     published_at: datetime
     rank: int
+    deliveries: int
+    owner: str
     read_count: int
 
 
@@ -281,10 +285,12 @@ def _row_of(
     headers: Any,
     published_at: datetime,
     rank: int,
+    deliveries: int,
+    owner: str,
     read_count: int,
 ) -> Row:
     told = json.loads(headers) if isinstance(headers, str) else headers
-    return Row(id, topic, key, value, told, published_at, rank, read_count)
+    return Row(id, topic, key, value, told, published_at, rank, deliveries, owner, read_count)
 
 
 def _arrays(asked: Sequence[Asked]) -> list[Any]:
@@ -371,7 +377,7 @@ WITH {_PASSED}, asked AS MATERIALIZED (
 ), chosen AS MATERIALIZED (
     SELECT id, number, read_count FROM summed WHERE number <= %s AND bytes_before < %s
 ), free AS MATERIALIZED (
-    SELECT id FROM kjo_transport_message
+    SELECT id, lease_token FROM kjo_transport_message
     WHERE id = ANY(ARRAY(SELECT id FROM chosen))
         AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
     ORDER BY id FOR NO KEY UPDATE
@@ -379,10 +385,10 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
     WHERE id = ANY(ARRAY(SELECT id FROM free))
         AND (SELECT count(*) FROM free) = (SELECT count(*) FROM chosen)
-    RETURNING id, topic, key, value, headers, published_at, rank
+    RETURNING id, topic, key, value, headers, published_at, rank, deliveries
 )
-SELECT (SELECT count(*) FROM chosen), taken.*, chosen.read_count
-FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id)) ON true
+SELECT (SELECT count(*) FROM chosen), taken.*, free.lease_token, chosen.read_count
+FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id) JOIN free USING (id)) ON true
 ORDER BY chosen.number"""  # noqa: S608
 """Leases the first due rows of the topics that ``_LOCK`` has locked. ``turn`` is the number of a
 row within its topic: the first rows of all topics come before the second ones. A topic that is

@@ -24,6 +24,7 @@ from django.db.models.functions import Coalesce, Length
 
 from kjo_django.clock import Clock
 from kjo_django.logs import get_logger
+from kjo_django.messages import headers as names
 from kjo_django.messages.headers import from_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
@@ -37,7 +38,7 @@ from kjo_django.transports.base import (
     TopicKey,
     TopicPartition,
 )
-from kjo_django.transports.database import claims
+from kjo_django.transports.database import claims, runs
 from kjo_django.transports.database.plans import ClaimOrder, LookPlan
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
@@ -73,6 +74,8 @@ class _Row(NamedTuple):
     headers: Any
     published_at: datetime
     rank: int
+    deliveries: int
+    lease_token: str
     size: int | None
     """Bytes of the value; None: there is none."""
 
@@ -91,6 +94,7 @@ class DatabaseSubscription(LeasedSubscription):
     """
 
     release_keeps_order = True
+    counts_deliveries = True
 
     def __init__(
         self,
@@ -132,6 +136,9 @@ class DatabaseSubscription(LeasedSubscription):
         """Whether there may be rows of this consumer that were never handed out, since the answer
         to the commit of their claim was lost."""
         self._renew_at = 0.0
+        self._renewed_at = clock.monotonic()
+        """Until so long after it as a lease lasts, leases have not run out (monotonic)."""
+        self._runs = runs.Runs(alias, self._token, clock)
         self._housekeep_at = 0.0
         self._attempt(0, 0, 0.0)
 
@@ -177,6 +184,8 @@ class DatabaseSubscription(LeasedSubscription):
             if (now := self._clock.monotonic()) >= self._renew_at:
                 if self._owned:
                     self._renew()
+                else:
+                    self._renewed_at = now
                 self._renew_at = now + self._lease.total_seconds() / 3
             claimed = self._claim(max_records, max_bytes)
         except OUTAGES as error:
@@ -193,14 +202,21 @@ class DatabaseSubscription(LeasedSubscription):
         """Renew the leases. A row that somebody has locked is left out: a transaction that settles
         it may last, and has others locked that this one would wait for."""
         rows, expires_at = self._leased_rows(), self._clock.now() + self._lease
+        with self._lock:
+            owned = set(self._owned)
+        began = self._clock.monotonic()
         if not connections[self._alias].features.has_select_for_update_skip_locked:
-            rows.update(lease_expires_at=expires_at)
-            return
-        moment = connections[self._alias].ops.adapt_datetimefield_value(expires_at)
-        with store_for(self._alias).transaction(waits_for_disk=False):
-            free = rows.order_by("id").select_for_update(skip_locked=True)
-            ids = free.values_list("id", flat=True)
-            _change(self._alias, _RENEW, [moment, self._token], ids)
+            count = rows.update(lease_expires_at=expires_at)
+        else:
+            moment = connections[self._alias].ops.adapt_datetimefield_value(expires_at)
+            with store_for(self._alias).transaction(waits_for_disk=False):
+                free = rows.order_by("id").select_for_update(skip_locked=True)
+                ids = free.values_list("id", flat=True)
+                count = _change(self._alias, _RENEW, [moment, self._token], ids)
+        if count < len(owned):
+            present = {(self._token, id) for id in rows.values_list("id", flat=True)}
+            self._forget(owned - present)  # others have taken them over, or they are settled
+        self._renewed_at = began
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
         """Own these records, and return them without those that are owned already: one that another
@@ -303,6 +319,7 @@ class DatabaseSubscription(LeasedSubscription):
         if below is None:
             self._note_order(claimed, left, is_cut=is_cut)
         records = [self._leased(row) for row in claimed.rows]
+        self._count_dead({row.id: row.owner for row in claimed.rows}, records)
         return claimed.topics, records, is_cut or any(left.values())
 
     def _asked(
@@ -353,6 +370,7 @@ class DatabaseSubscription(LeasedSubscription):
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
+            deliveries=row.deliveries,
         )
 
     def _claim_step_by_step(
@@ -376,7 +394,9 @@ class DatabaseSubscription(LeasedSubscription):
             large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
         is_full = self._is_full(rows, limit, max_bytes)
-        return topics, [self._record_of(row, large) for row in rows], is_full
+        records = [self._record_of(row, large) for row in rows]
+        self._count_dead({row.id: row.lease_token for row in rows}, records)
+        return topics, records, is_full
 
     def _take(self, rows: Sequence[_Row], now: datetime) -> None:
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
@@ -411,6 +431,7 @@ class DatabaseSubscription(LeasedSubscription):
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
+            deliveries=row.deliveries,
         )
 
     def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
@@ -609,7 +630,69 @@ class DatabaseSubscription(LeasedSubscription):
         orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
         if orphans.exists():
             orphans.update(consumer_group=self._group)
+        self._runs.prune()
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
+
+    # --- Rows begun -------------------------------------------------------------------------------
+
+    def begin(self, records: Sequence[Record], worker: str) -> list[int]:
+        """See ``runs``. Whose leases may have run out meanwhile, as those of a frozen process have,
+        it looks first."""
+        if self._clock.monotonic() - self._renewed_at > self._lease.total_seconds():
+            self._forget(self._lost(records))
+        with self._lock:
+            mine = {each.token for each in records if each.token in self._owned}
+        if self._is_closed:
+            mine.clear()
+        new = {
+            each.offset: names.text(each.headers, names.ID)
+            for each in records
+            if each.token in mine and each.offset not in self._runs
+        }
+        if new:
+            self._runs.begin(new, worker)
+        return [each.deliveries + 1 if each.token in mine else 0 for each in records]
+
+    def _lost(self, records: Sequence[Record]) -> set[Any]:
+        """Return the tokens of records that others have by now, or that are settled."""
+        present: set[int] = set()
+        for part in _batches(self._alias, [each.offset for each in records]):
+            present.update(self._leased_rows().filter(id__in=part).values_list("id", flat=True))
+        return {each.token for each in records if each.offset not in present}
+
+    def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
+        """See ``runs``. Once it is closed, they go to others."""
+        each_count = zip(records, deliveries, strict=True)
+        begun = [(each, count) for each, count in each_count if each.offset in self._runs]
+        self._store_counts([(each, count) for each, count in begun if each.deliveries != count])
+        ids = [each.offset for each, _ in begun]
+        self._runs.end(ids)
+        if self._is_closed:
+            self._free(ids)
+            self._runs.close()
+
+    def _store_counts(self, counts: Sequence[tuple[Record, int]]) -> None:
+        """Store how often records were begun without an outcome."""
+        by_count: dict[int, list[Record]] = {}
+        for record, count in counts:
+            by_count.setdefault(count, []).append(record)
+        for count, records in by_count.items():
+            ids = [each.offset for each in records]
+            _change(self._alias, _COUNT, [count, self._token], ids)
+            for each in records:
+                each.deliveries = count
+
+    def _count_dead(self, claimed: Mapping[int, str], records: Sequence[Record]) -> None:
+        """Count once more what consumers had begun that were silent for too long.
+
+        :param claimed: whose each of the records was.
+        """
+        consumers = {token for token in claimed.values() if token}
+        if not consumers:
+            return
+        begun = runs.begun_by(self._alias, consumers)
+        died = [each for each in records if (claimed[each.offset], each.offset) in begun]
+        self._store_counts([(each, each.deliveries + 1) for each in died])
 
     # --- Rows leased ------------------------------------------------------------------------------
 
@@ -627,6 +710,11 @@ class DatabaseSubscription(LeasedSubscription):
             leased = self._leased_rows().values_list("id", flat=True)
             self._free([id for id in leased if id not in known])
             self._may_have_strays = False
+
+    def _forget(self, tokens: Iterable[Any]) -> None:
+        tokens = list(tokens)
+        super()._forget(tokens)
+        self._runs.forget(id for _, id in tokens)
 
     def _free(self, ids: Iterable[int]) -> None:
         _change(self._alias, _FREE, [self._token], ids)
@@ -694,9 +782,13 @@ class DatabaseSubscription(LeasedSubscription):
     def _leave(self) -> None:
         """Write acknowledgements, hand back the rest at once and close this thread's connection."""
         rows = self._leased_rows()
+        with self._lock:
+            begun = [id for _, id in self._owned if id in self._runs]
         if not (
             self._insist(self._write_settled)
-            and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))
+            # What still runs is given back when it ends.
+            and self._insist(lambda: rows.exclude(id__in=begun).update(**_FREED))
+            and self._insist(self._runs.close)
         ):
             logger.warning(
                 "Consumer group %s: its leases stay until they expire: %s",
@@ -824,6 +916,8 @@ WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
 """
 _RENEW = "{update} SET lease_expires_at = %s WHERE lease_token = %s"
 _FREE = "{update} SET lease_token = '', lease_expires_at = NULL WHERE lease_token = %s"
+_FREED: Mapping[str, Any] = {"lease_token": "", "lease_expires_at": None}
+_COUNT = "{update} SET deliveries = %s WHERE lease_token = %s"
 
 _VERBS = {"delete": "DELETE FROM kjo_transport_message", "update": "UPDATE kjo_transport_message"}
 # MySQL and MariaDB would read the whole table for half of its rows, and wait for each of them that

@@ -21,7 +21,7 @@ leases. Runs on SQLite, PostgreSQL and MariaDB.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,7 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
+from kjo_django.transports.database.runs import running
 from kjo_django.transports.database.subscription import (
     OUTAGES,
     DatabaseSubscription,
@@ -79,7 +80,12 @@ class DatabaseTransport(Transport):
     """See the module."""
 
     capabilities = Capabilities(
-        ordering=True, delay=True, transactional=True, replay=False, priority=True
+        ordering=True,
+        delay=True,
+        transactional=True,
+        replay=False,
+        priority=True,
+        counts_deliveries=True,
     )
     known_options = frozenset({"DATABASE", "GROUPS", "LEASE", "POLL_INTERVAL"})
 
@@ -215,6 +221,16 @@ class DatabaseTransport(Transport):
         not."""
         try:
             return count_lag(self.database, topics, group, self.clock.now())
+        except OUTAGES as error:
+            mend_connection(self.database)
+            raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
+
+    def running(
+        self, message_ids: Collection[str] | None = None, *, most: int | None = None
+    ) -> dict[str, str]:
+        """See ``runs``."""
+        try:
+            return running(self.database, self.clock, message_ids, most)
         except OUTAGES as error:
             mend_connection(self.database)
             raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error

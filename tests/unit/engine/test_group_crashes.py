@@ -12,14 +12,18 @@ from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, Named, as_job, entries, the_job
+from tests.unit.deliveries import Bench, Named, as_job, entries, let_die_with, the_job
 from tests.unit.engine.bench import both, settled
 
 
 def crashed_while_running(bench: Bench, deliveries, times: int = 1) -> None:
-    """Leave behind what workers leave that were killed during these: leases and no sign of life."""
+    """Leave behind what workers leave that were killed during these: leases and no sign of life, or
+    the counts of a transport."""
     for number in range(times):
+        let_die_with([delivery for delivery in deliveries if delivery.has_own_lease])
         for delivery in deliveries:
+            if delivery.has_own_lease:
+                continue
             coordination = get_coordination()
             for token in coordination.holders([delivery.lease]).values():
                 coordination.release([delivery.lease], token, count_delivery=True)

@@ -17,7 +17,7 @@ from django.db import OperationalError, connections
 
 from kjo_django import job
 from kjo_django.clock import CLOCK
-from kjo_django.coordination.base import FIRST_CLAIM, Claim
+from kjo_django.coordination.base import Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.attempt import Attempt, Delivery, Departed
 from kjo_django.engine.handler.timeouts import RunAbandoned
@@ -25,9 +25,20 @@ from kjo_django.engine.recorder import EndedQueue
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
-from kjo_django.runtime import get_coordination
+from kjo_django.runtime import get_coordination, get_transport
+from kjo_django.states import OPEN
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, Mode, Silent, as_job, entries, make_everything_due
+from tests.unit.deliveries import (
+    Bench,
+    Mode,
+    Silent,
+    as_job,
+    entries,
+    let_die_with,
+    make_everything_due,
+    next_delivery,
+    take_over,
+)
 from tests.waiting import PATIENCE, wait_until
 
 COUNT = 3
@@ -88,7 +99,10 @@ def work(request: pytest.FixtureRequest, bench: Bench, transport: str) -> Callab
 def leases() -> list[str]:
     """What anybody owns, as others see it."""
     tokens = Job.objects.exclude(lease_token="").values_list("lease_token", flat=True)
-    return [*get_coordination().names("CONS:"), *tokens]
+    # Of what has ended, the row may be deleted a moment later.
+    ended = map(str, Job.objects.exclude(state__in=OPEN).values_list("id", flat=True))
+    begun = {id.partition(":")[0] for id in get_transport().running()}
+    return [*get_coordination().names("CONS:"), *tokens, *begun.difference(ended)]
 
 
 @pytest.mark.parametrize("name", ["returns", "fails"])
@@ -107,9 +121,9 @@ def test_of_messages_that_another_worker_has(bench: Bench, another: Bench, work:
     for number in range(COUNT):
         definition.enqueue(job=str(number))
     deliveries = bench.poll()
-    another.leases.claim(deliveries[:1])
+    take_over(another, deliveries[:1])
     assert bench.run(deliveries) == deliveries[:1]
-    assert leases() == [deliveries[0].lease]
+    assert len(leases()) == 1
 
 
 def test_of_jobs_that_were_cancelled_or_done_before(bench: Bench, work: Any) -> None:
@@ -224,7 +238,7 @@ def test_an_attempt_that_is_recorded_later_leaves_no_count_of_the_crash_before_i
     # Given a job that a worker has died with, and whose failure cannot be recorded
     work(max_attempts=9).enqueue(job="fails")
     deliveries = bench.poll()
-    get_coordination().claim([deliveries[0].lease], "dead", timedelta(minutes=5))
+    let_die_with(deliveries)
     with monkeypatch.context() as patch:
         patch.setattr(failures, "record_failures", raising)
         assert bench.run(deliveries) == deliveries
@@ -259,8 +273,7 @@ def test_of_what_is_settled_beside_what_cannot_be_acknowledged(
     with suppress(SystemExit):
         bench.run([first, second])
     assert not bench.owned()
-    (claim,) = get_coordination().claim([first.lease], "next", timedelta(minutes=1))
-    assert claim.deliveries == 1
+    assert counted([first]) == [1]
 
 
 def test_of_a_thread_that_was_given_up_and_of_coroutines_that_run_nothing_is_taken(
@@ -425,13 +438,12 @@ def test_a_claim_that_is_not_answered_forgets_no_death(
     # Given a job whose worker has died
     as_job(write, name="bench.atomic").enqueue(job="a")
     deliveries = bench.poll()
-    get_coordination().claim([deliveries[0].lease], "dead", timedelta(minutes=5))
-    get_coordination().release([deliveries[0].lease], "dead", count_delivery=True)
+    let_die_with(deliveries)
     assert [claim.deliveries for claim in bench.leases.claim(deliveries)] == [2]
     # When its group is admitted anew, and coordination has gone away
     with monkeypatch.context() as patch:
         patch.setattr(get_coordination(), "claim", raiser(CoordinationError))
-        assert bench.leases.claim(deliveries) == [FIRST_CLAIM]
+        bench.leases.claim(deliveries)
     bench.leases.give_back(deliveries)
     # Then
     assert counted(deliveries) == [2]
@@ -586,7 +598,6 @@ def test_a_slot_that_is_given_back_releases_the_next_in_line(
 @pytest.mark.parametrize("run", ["returns", "fails"])
 def test_a_release_that_raises_keeps_no_lease(
     bench: Bench,
-    transport: str,
     monkeypatch: pytest.MonkeyPatch,
     run: str,
     error: type[BaseException],
@@ -622,7 +633,7 @@ def test_a_row_whose_release_raises_is_renewed_no_longer(
 
 
 def test_of_several_releases_one_that_raises_keeps_no_other_from_its_own(
-    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given two claims, of which one is spent: they are released in different ways
     as_job(write, name="bench.atomic").enqueue_many([{"job": "a"}, {"job": "b"}])
@@ -642,11 +653,34 @@ def test_of_several_releases_one_that_raises_keeps_no_other_from_its_own(
     assert not bench.owned()
 
 
+@pytest.mark.parametrize("transport", ["database"], indirect=True)
+@pytest.mark.parametrize("error", [OperationalError, RuntimeError, SystemExit])
+def test_a_record_that_cannot_be_ended_is_not_begun_twice(
+    bench: Bench,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    # Given a job that is put off, while the database refuses to say so in its message's row
+    as_job(write, name="bench.plain", atomic=False).enqueue(job="a")
+    deliveries = bench.poll()
+    with monkeypatch.context() as patch, suppress(error):
+        patch.setattr(admission, "admit_group", raiser(OperationalError))
+        patch.setattr(bench.subscription, "end", raiser(error))
+        bench.pipeline.run(deliveries, set())
+    assert not bench.owned()
+    assert counted(deliveries) == [2]
+    # When it runs after all
+    bench.stopping.waits = 0
+    assert bench.run(deliveries) == []
+    # Then it had been begun once
+    assert Job.objects.get().attempts == 1
+    assert entries() == {"a": 1}
+
+
 def counted(deliveries: Sequence[Delivery]) -> list[int]:
     """Return which claim of each delivery the next one is."""
-    names = [delivery.lease for delivery in deliveries]
-    claims = get_coordination().claim(names, "next", timedelta(minutes=1))
-    return [claim.deliveries for claim in claims]
+    return [next_delivery(delivery) for delivery in deliveries]
 
 
 def in_thread(function: Callable[[], None], name: str) -> threading.Thread:

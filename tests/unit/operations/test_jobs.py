@@ -9,17 +9,16 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from kjo_django.conf import get_settings
-from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetterState, Job, TransportMessage
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.rows import CHUNK
-from kjo_django.runtime import get_coordination, get_transport
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory
+from tests.running_jobs import let_die, let_run
 from tests.unit.deliveries import MEMORY, row_locked
 
 
@@ -108,13 +107,11 @@ def test_a_job_leased_by_a_living_worker_answers_processing_until_that_worker_is
     """The virtual processing state (KJO-60): a live lease."""
     # Given
     job = JobFactory(queued=True)
-    name = lease_name(get_settings().queue("default"), job.message_id)
-    get_coordination().claim([name], "worker-1", timedelta(minutes=1))
-    get_coordination().claim([alive_name("worker-1")], "worker-1", timedelta(minutes=1))
+    let_run(job)
     # When, then
     assert jobs.cancel_one(job.pk) is CancelResult.PROCESSING
     # When the worker shows no sign of life any more, its lease is void
-    get_coordination().release([alive_name("worker-1")], "worker-1")
+    let_die()
     assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
 
 

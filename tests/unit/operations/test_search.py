@@ -11,11 +11,12 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import Job
+from kjo_django.models import ORIGIN_ID, Job
 from kjo_django.operations import search
 from kjo_django.operations.search import JobFilter, find, page, parse
 from kjo_django.runtime import get_coordination
 from tests.factories import JobFactory
+from tests.running_jobs import MINUTE, let_run
 from tests.unit.deliveries import as_job
 
 pytestmark = pytest.mark.django_db
@@ -93,14 +94,19 @@ def test_what_living_workers_hold_is_processing():
     # Given
     running, forgotten = named("running", queued=True), named("forgotten", queued=True)
     named("waiting", queued=True)
-    coordination, minute = get_coordination(), timedelta(minutes=1)
-    queue = get_settings().queue("emails")
-    coordination.claim([lease_name(queue, running.message_id)], "living", minute)
-    coordination.claim([lease_name(queue, forgotten.message_id)], "dead", minute)
-    coordination.claim([lease_name(queue, "some message of others")], "living", minute)
-    coordination.claim([alive_name("living")], "living", minute)
+    let_run(running)
+    let_run(forgotten, worker="dead", is_alive=False)
+    let_run(JobFactory.build(queue="emails", headers={ORIGIN_ID: "some message of others"}))
     # Then
     assert found("state:processing") == {"running"}
+
+
+def test_steps_that_a_worker_has_released_to_itself_are_processing():
+    """They come to it past the transport, under leases of coordination."""
+    step, queue = named("step", queued=True), get_settings().queue("emails")
+    get_coordination().claim([lease_name(queue, step.message_id)], "living", MINUTE)
+    get_coordination().claim([alive_name("living")], "living", MINUTE)
+    assert found("state:processing") == {"step"}
 
 
 # --- Payloads -------------------------------------------------------------------------------------

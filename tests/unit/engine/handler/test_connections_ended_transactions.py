@@ -27,7 +27,7 @@ from tests.adversaries import COMMITS, NOTHING, UNDOES, UNSEEN, executing
 from tests.databases import MARIADB, MYSQL, POSTGRES, SQLITE, every_way
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import as_job, entries, states
+from tests.unit.deliveries import as_job, entries, states, take_over
 from tests.unit.engine.bench import GOOD, settled
 from tests.waiting import PATIENCE, wait_until
 
@@ -423,10 +423,9 @@ def test_a_job_that_another_worker_has_taken_over_in_an_outage_is_not_taken_for_
     # Given a handler whose connection breaks, and a worker that has the job meanwhile
     calls, deliveries = [], []
 
-    def take_over():
+    def run_elsewhere():
         try:
-            bench.leases.release([delivery.lease for delivery in deliveries])
-            another.run([another.read(delivery.record) for delivery in deliveries])
+            another.run(take_over(another, deliveries))
         finally:
             connections.close_all()
 
@@ -439,7 +438,7 @@ def test_a_job_that_another_worker_has_taken_over_in_an_outage_is_not_taken_for_
 
     def answering(using):
         if len(calls) == 1:
-            taking = threading.Thread(target=take_over)
+            taking = threading.Thread(target=run_elsewhere)
             taking.start()
             taking.join(PATIENCE)
         return answers(using)

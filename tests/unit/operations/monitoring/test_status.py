@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 from django.utils import timezone
 
-from kjo_django.conf import get_settings
-from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
 from kjo_django.operations import search
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.status import overview, state_counts
-from kjo_django.runtime import get_coordination, get_transport
+from kjo_django.runtime import get_transport
 from kjo_django.store import counting
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
 from tests.ledger.jobs import write
+from tests.running_jobs import let_run
 from tests.unit.deliveries import kafka_at, on_memory
 
 pytestmark = pytest.mark.django_db
@@ -246,10 +245,8 @@ def test_running_jobs_are_counted_as_the_list_of_them_has_them():
     # Given two that run, one whose worker has died, and one that nobody has taken
     leased = [JobFactory(queue=name, queued=True) for name in ("emails", "emails", "images")]
     JobFactory(queue="emails", queued=True)
-    for job, worker in zip(leased, ("worker", "worker", "dead"), strict=True):
-        name = lease_name(get_settings().queue(job.queue), job.message_id)
-        get_coordination().claim([name], worker, timedelta(minutes=1))
-    get_coordination().claim([alive_name("worker")], "worker", timedelta(minutes=1))
+    let_run(*leased[:2])
+    let_run(leased[2], worker="dead", is_alive=False)
     # When, then
     listed = [row.queue for row in search.page(search.parse("state:processing")).rows]
     counted = {name: queue(name)["running_count"] for name in ("emails", "images")}
@@ -284,8 +281,7 @@ def test_the_page_for_operators_asks_for_workers_running_jobs_and_handlers():
     WorkerFactory(concurrency=4)
     WorkerFactory(concurrency=8, heartbeat_at=timezone.now() - timedelta(days=1))
     running, _waiting = JobFactory(queue="emails", queued=True), JobFactory(queue="emails")
-    names = [lease_name(get_settings().queue("emails"), running.message_id), alive_name("worker")]
-    get_coordination().claim(names, "worker", timedelta(minutes=1))
+    let_run(running)
     # When
     found: dict = {}
     exec(snippet, found)

@@ -1,0 +1,331 @@
+"""What the database transport knows of messages that are begun.
+
+On every database of the transport, since each has its own statements; in the small tier, in which
+SQLite is, the random comparison draws what no test lists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connections
+from django.test.utils import CaptureQueriesContext
+
+from kjo_django.messages import headers as names
+from kjo_django.models import TransportMessage, TransportRun
+from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.database.subscription import DatabaseSubscription
+from tests.clocks import SetClock
+
+LEASE = timedelta(seconds=30)
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+        pytest.param("mysql", marks=pytest.mark.mysql),
+    ],
+)
+def alias(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(f"{request.param}_alias")
+
+
+@pytest.fixture
+def transport(alias: str) -> DatabaseTransport:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = SetClock()
+    return transport
+
+
+@pytest.fixture
+def clock(transport: DatabaseTransport) -> SetClock:
+    assert isinstance(transport.clock, SetClock)
+    return transport.clock
+
+
+Subscribe = Callable[[], DatabaseSubscription]
+
+
+@pytest.fixture
+def subscribe(transport: DatabaseTransport) -> Iterator[Subscribe]:
+    opened: list[DatabaseSubscription] = []
+
+    def subscribe() -> DatabaseSubscription:
+        opened.append(transport.subscribe(["t"], "g", lease=LEASE))
+        return opened[-1]
+
+    yield subscribe
+    for subscription in opened:
+        subscription.close()
+
+
+def publish(transport: DatabaseTransport, *ids: str) -> None:
+    headers = [{names.ID: id.encode()} for id in ids]
+    transport.publish([OutgoingRecord("t", b"{}", headers=each) for each in headers])
+
+
+def let_lease_expire(consumer: DatabaseSubscription, clock: SetClock) -> None:
+    """Let a consumer be silent for too long, as one that is frozen or has died."""
+    clock.advance(LEASE.total_seconds() + 1)
+
+
+def begin(consumer: DatabaseSubscription, records: Sequence[Record]) -> list[int]:
+    return consumer.begin(records, "worker")
+
+
+def test_what_a_consumer_had_begun_when_it_died_is_begun_a_second_time(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given a consumer that dies with one of two messages begun
+    publish(transport, "begun", "waiting")
+    dead, heir = subscribe(), subscribe()
+    first, _second = dead.poll(10, 0.0)
+    assert begin(dead, [first]) == [1]
+    # When another one has them
+    let_lease_expire(dead, clock)
+    records = heir.poll(10, 0.0)
+    # Then
+    assert dict(zip(map(id_of, records), begin(heir, records), strict=True)) == {
+        "begun": 2,
+        "waiting": 1,
+    }
+    # And the next one knows of both deaths, also where it waited in between
+    last = subscribe()
+    let_lease_expire(heir, clock)
+    between = last.poll(10, 0.0)
+    let_lease_expire(last, clock)
+    records = subscribe().poll(10, 0.0)
+    assert len(between) == len(records) == 2
+    assert {id_of(each): each.deliveries for each in records} == {"begun": 2, "waiting": 1}
+
+
+def test_what_was_put_off_is_not_counted(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    publish(transport, "a", "b", "c")
+    first, second = subscribe(), subscribe()
+    records = first.poll(10, 0.0)
+    begin(first, records)
+    # When one is put off, one is given back and one counts although it has no outcome
+    first.end(records, [0, 0, 1])
+    assert first.begin([records[2]], "worker") == [2]
+    first.end([records[2]], [1])
+    first.release([records[1]])
+    assert [each.deliveries for each in second.poll(10, 0.0)] == [0]
+    let_lease_expire(first, clock)
+    # Then
+    counts = {id_of(each): each.deliveries for each in subscribe().poll(10, 0.0)}
+    assert counts == {"a": 0, "b": 0, "c": 1}
+
+
+def test_a_message_that_is_begun_again_here_is_not_counted_once_more(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """Its group runs again after an outage."""
+    publish(transport, "a")
+    consumer = subscribe()
+    records = consumer.poll(10, 0.0)
+    assert begin(consumer, records) == begin(consumer, records) == [1]
+
+
+def test_messages_that_others_have_by_now_are_not_begun(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given a consumer that was frozen
+    publish(transport, "a")
+    frozen, other = subscribe(), subscribe()
+    records = frozen.poll(10, 0.0)
+    let_lease_expire(frozen, clock)
+    assert len(other.poll(10, 0.0)) == 1
+    # When, then
+    assert begin(frozen, records) == [0]
+    assert not frozen.holds(records[0])
+    assert not transport.running()
+
+
+def test_a_consumer_notices_at_its_next_renewal_what_others_have_taken_over(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    publish(transport, "a")
+    frozen, other = subscribe(), subscribe()
+    records = frozen.poll(10, 0.0)
+    let_lease_expire(frozen, clock)
+    assert len(other.poll(10, 0.0)) == 1
+    frozen.poll(0, 0.0)
+    assert not frozen.holds(records[0])
+
+
+def test_it_costs_one_statement_whatever_their_number(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, *map(str, range(30)))
+    consumer = subscribe()
+    records = consumer.poll(30, 0.0)
+    begin(consumer, records[:1])  # the first time the row is inserted
+    consumer.acknowledge(records[:1])
+    consumer.flush()
+    with CaptureQueriesContext(connections[alias]) as captured:
+        begin(consumer, records[1:])
+    texts = (each["sql"].split()[0] for each in captured)
+    assert [text for text in texts if text not in ("BEGIN", "COMMIT", "SET")] == ["UPDATE"]
+
+
+def test_what_runs_at_the_same_time_is_kept_apart(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    # Given two groups that run at the same time
+    publish(transport, "a", "b", "c", "d")
+    consumer = subscribe()
+    a, b, c, d = consumer.poll(10, 0.0)
+    begin(consumer, [a, b])
+    begin(consumer, [c])
+    assert set(transport.running()) == {"a", "b", "c"}
+    # When one of them ends
+    consumer.acknowledge([c])
+    consumer.flush()
+    # Then the next one takes its place
+    begin(consumer, [d])
+    assert transport.running() == dict.fromkeys("abd", "worker")
+    assert TransportRun.objects.using(alias).count() == 2
+    # And what is left of a group is not forgotten with the part that is put off
+    consumer.end([a], [0])
+    assert set(transport.running()) == {"b", "d"}
+
+
+def test_only_what_is_asked_for_is_told(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    publish(transport, "a", "b", "c")
+    consumer = subscribe()
+    begin(consumer, consumer.poll(10, 0.0))
+    assert transport.running(["a", "unknown"]) == {"a": "worker"}
+    assert len(transport.running(most=2)) == 2
+    let_lease_expire(consumer, clock)
+    assert not transport.running()
+
+
+def test_what_cannot_be_noted_is_not_begun(
+    transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(transport, "a")
+    consumer = subscribe()
+    records = consumer.poll(10, 0.0)
+    with monkeypatch.context() as patch, pytest.raises(OperationalError):
+        patch.setattr(consumer._runs, "_store", raising)
+        begin(consumer, records)
+    assert not transport.running()
+    assert begin(consumer, records) == [1]
+
+
+def test_tables_that_are_emptied_meanwhile_are_written_again(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "a", "b")
+    consumer = subscribe()
+    first, second = consumer.poll(10, 0.0)
+    begin(consumer, [first])
+    consumer.acknowledge([first])
+    consumer.flush()
+    TransportRun.objects.using(alias).all().delete()
+    begin(consumer, [second])
+    assert set(transport.running()) == {"b"}
+
+
+def test_what_still_runs_when_its_consumer_is_closed_goes_to_others_when_it_ends(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "runs", "waits")
+    consumer, other = subscribe(), subscribe()
+    runs, _waits = records = consumer.poll(10, 0.0)
+    begin(consumer, [runs])
+    # When
+    consumer.close()
+    # Then the other one has only what waited
+    assert [id_of(each) for each in other.poll(10, 0.0)] == ["waits"]
+    assert begin(consumer, records) == [0, 0]
+    assert set(transport.running()) == {"runs"}
+    consumer.end([runs], [0])
+    assert [(id_of(each), each.deliveries) for each in other.poll(10, 0.0)] == [("runs", 0)]
+    assert not TransportRun.objects.using(alias).exists()
+
+
+def test_what_dead_consumers_have_left_is_deleted_a_day_later(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given one that has died long ago, and one whose job has run for as long
+    publish(transport, "died", "runs")
+    dead, living = subscribe(), subscribe()
+    for consumer in (dead, living):
+        begin(consumer, consumer.poll(1, 0.0))
+    TransportMessage.objects.using(alias).filter(lease_token=dead._token).delete()
+    for _ in range(25):
+        clock.advance(3600)
+        living._renew()
+    # When
+    subscribe()
+    # Then
+    left = TransportRun.objects.using(alias).values_list("consumer", flat=True)
+    assert list(left) == [living._token]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_each_death_is_counted_and_nothing_else(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock, seed: int
+) -> None:
+    """Consumers begin, end, acknowledge, release, freeze and die as a seed draws it; a table of
+    what each message must count is kept beside them."""
+    draw = random.Random(seed)
+    expected = dict.fromkeys(map(str, range(8)), 0)
+    publish(transport, *expected)
+    consumer, in_hand, begun = subscribe(), dict[str, Record](), set[str]()
+
+    def some(of: Sequence[str]) -> list[str]:
+        return draw.sample(sorted(of), draw.randint(0, len(of)))
+
+    for _ in range(40):
+        match draw.choice(("poll", "begin", "begin", "end", "acknowledge", "release", "die")):
+            case "poll":
+                for record in consumer.poll(draw.randint(1, 8), 0.0):
+                    in_hand[id_of(record)] = record
+                    assert record.deliveries == expected[id_of(record)]
+            case "begin":
+                ids = some([*in_hand])
+                found = begin(consumer, [in_hand[id] for id in ids]) if ids else []
+                assert found == [expected[id] + 1 for id in ids]
+                begun.update(ids)
+            case "end":
+                ids = some([*begun])
+                counts = [draw.choice((0, expected[id], expected[id] + 1)) for id in ids]
+                consumer.end([in_hand[id] for id in ids], counts)
+                expected.update(zip(ids, counts, strict=True))
+                begun.difference_update(ids)
+            case "acknowledge":
+                ids = some([*begun])[:1]
+                consumer.acknowledge([in_hand.pop(id) for id in ids])
+                consumer.flush()
+                begun.difference_update(ids)
+                for id in ids:
+                    expected.pop(id)
+            case "release":
+                ids = some([*in_hand.keys() - begun])
+                consumer.release([in_hand.pop(id) for id in ids])
+            case "die":
+                let_lease_expire(consumer, clock)
+                expected.update((id, expected[id] + 1) for id in begun)
+                consumer, in_hand, begun = subscribe(), {}, set()
+        assert set(transport.running()) == begun
+
+
+def id_of(record: Record) -> str:
+    return names.text(record.headers, names.ID)
+
+
+def raising(*arguments: Any, **options: Any) -> None:
+    raise OperationalError("away")
