@@ -8,15 +8,15 @@ from datetime import timedelta
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.coordination.base import alive_name
+from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.models import Job, TransportMessage, TransportRun
-from kjo_django.runtime import get_coordination
+from kjo_django.runtime import get_coordination, transport_class
 
 MINUTE = timedelta(minutes=1)
 
 
 def let_run(*jobs: Job, worker: str = "worker", is_alive: bool = True) -> None:
-    """Have a worker begin jobs of the database transport, as its consumer notes it.
+    """Have a worker begin jobs, as its consumer notes it, or coordination.
 
     :param worker: its token.
     :param is_alive: whether it gives a sign of life.
@@ -24,6 +24,9 @@ def let_run(*jobs: Job, worker: str = "worker", is_alive: bool = True) -> None:
     now = timezone.now()
     for job in jobs:
         queue, using = get_settings().queue(job.queue), job._state.db
+        if not transport_class(queue.transport).capabilities.counts_deliveries:
+            get_coordination().claim([lease_name(queue, job.message_id)], worker, MINUTE)
+            continue
         message = TransportMessage.objects.using(using).create(
             topic=queue.topic,
             consumer_group=queue.consumer_group,

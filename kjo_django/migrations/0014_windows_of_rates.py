@@ -1,17 +1,6 @@
-from typing import Any
+from django.db import migrations, models
 
-from django.db import migrations, models, router
-
-
-def compare_exactly(apps: Any, schema_editor: Any) -> None:
-    """MariaDB and MySQL: compare names by their characters, as those of the other tables."""
-    connection = schema_editor.connection
-    model = apps.get_model("kjo_django", "RateWindow")
-    if connection.vendor != "mysql" or not router.allow_migrate_model(connection.alias, model):
-        return
-    collation = "utf8mb4_nopad_bin" if connection.mysql_is_mariadb else "utf8mb4_0900_bin"
-    table = schema_editor.quote_name(model._meta.db_table)
-    schema_editor.execute(f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE {collation}")
+from kjo_django.migrations._operations import CompareExactly
 
 
 class Migration(migrations.Migration):
@@ -31,7 +20,7 @@ class Migration(migrations.Migration):
             ],
             options={"db_table": "kjo_rate_window", "default_permissions": ()},
         ),
-        migrations.RunPython(compare_exactly, migrations.RunPython.noop),
+        CompareExactly("RateWindow"),
         *(
             migrations.AddField(
                 model_name=model,

@@ -1,6 +1,6 @@
 from django.db import migrations, models
 
-from kjo_django.migrations._operations import AddColumn
+from kjo_django.migrations._operations import AddColumn, CompareExactly
 
 
 class Migration(migrations.Migration):
@@ -57,4 +57,5 @@ class Migration(migrations.Migration):
                 ],
             },
         ),
+        CompareExactly("TransportRun"),
     ]

@@ -12,7 +12,7 @@ from django.db import DatabaseError, OperationalError, connection
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MustBeKilled
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.models import DeadLetter, Job, ProcessedEvent, TransportMessage
 from kjo_django.operations import dead_letters, jobs
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
@@ -170,9 +170,16 @@ def test_a_second_delivery_of_a_routed_message_routes_nothing(transport) -> None
 
     bench = Bench("pay")
     send("k", "v")
-    (delivery,) = bench.poll()
-    for _ in range(2):
-        bench.run([bench.read(delivery.record)])
+    (delivery,) = deliveries = bench.poll()
+    row = TransportMessage.objects.filter(pk=delivery.record.offset).first()
+    bench.run(deliveries)
+    if row is None:
+        deliveries = [bench.read(delivery.record)]
+    else:
+        row.lease_token, row.lease_expires_at = "", None
+        row.save(force_insert=True)
+        deliveries = bench.poll()
+    bench.run(deliveries)
     bench.close()
     assert [result.value for result in bench.results] == ["completed", "duplicate"]
     assert Job.objects.filter(destination="pay-dlq").count() == 1

@@ -564,7 +564,7 @@ def test_a_table_that_is_new_is_thought_of() -> None:
     searched |= {"TransportMessage", "Schedule"}
     holds_none = {"WorkflowStage", "WorkflowEdge", "WorkflowCount", "QueueControl", "LimitControl"}
     holds_none |= {"MetricBucket", "MetricRollup", "TransportSubscription", "Dashboard"}
-    expires = {"Worker", "Lease", "Mark", "RateWindow"}
+    expires = {"Worker", "Lease", "Mark", "RateWindow", "TransportRun"}
     known = {model.__name__ for model in apps.get_app_config("kjo_django").get_models()}
     assert known == searched | holds_none | expires
     assert connection.introspection.table_names()

@@ -86,17 +86,19 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
         elif context.lease in holders:
             if holders[context.lease] != token:
                 context.abort(Abort.LOST)
-        elif not context.is_atomic and not _has_record(job):
-            # Within a transaction the row is locked, nobody else runs the job.
+        elif _may_run_elsewhere(job):
             unheld.append(job)
     if unheld:
         _abort_overtaken(unheld, runtime, token)
 
 
-def _has_record(job: RunningJob) -> bool:
-    """Return whether a job's record is leased to this worker, by what its process knows."""
+def _may_run_elsewhere(job: RunningJob) -> bool:
+    """Return whether another worker may run a job that has no lease of coordination. None does
+    while its row is locked by this one's transaction, or its record is leased to this one."""
+    if job.context.is_atomic:
+        return False
     delivery = job.delivery
-    return delivery.has_own_lease and delivery.subscription.holds(delivery.record)
+    return not (delivery.has_own_lease and delivery.subscription.holds(delivery.record))
 
 
 def _abort_overtaken(unheld: list[RunningJob], runtime: Runtime, token: str) -> None:

@@ -6,18 +6,19 @@ Tier: quick; a clock that stands, and one database, since the question is when i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
 
-from kjo_django import job
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import get_coordination
 from kjo_django.worker import Worker
 from kjo_django.worker.duties import PeriodicDuty
 from tests.faults.clock import Clock
+from tests.unit.deliveries import Named
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -33,19 +34,10 @@ def worker(standing_clock: Clock) -> Iterator[Worker]:
 
 
 def claimed(worker: Worker) -> str:
-    """Let the worker have a job's lease, and return its name."""
-
-    @job(name="tests.renewed", queue="ledger")
-    def renewed() -> None: ...
-
-    renewed.enqueue()
-    (poller,) = worker.pollers
-    poller.step()
-    group = worker.scheduler.take(0.0)
-    assert group is not None
-    (delivery,) = group.deliveries
-    worker.leases.claim([delivery], delivery.queue.processing_ttl)
-    return delivery.lease
+    """Let the worker have a message's lease, and return its name."""
+    delivery: Any = Named("CONS:LEDGER:a")
+    worker.leases.claim([delivery])
+    return "CONS:LEDGER:a"
 
 
 def beats_until_called(duty: PeriodicDuty, clock: Clock, calls: list[float]) -> float:

@@ -25,6 +25,7 @@ from kjo_django.operations.jobs import cancel_one, requeue
 from kjo_django.testing import drain
 from tests.ledger.jobs import write, write_keyed
 from tests.ledger.models import Entry
+from tests.running_jobs import let_run
 from tests.unit.enqueue.stored import messages, writing_nothing
 from tests.waiting import PATIENCE
 
@@ -533,6 +534,7 @@ class TestOnPostgres:
 
     def test_while_coordination_is_away_nobody_waits_for_a_locked_row(self, coordination_away):
         latest.enqueue(job="a", note="first")
+        let_run(Job.objects.get())
         coordination_away("holders")
         with ThreadPoolExecutor(1) as pool, transaction.atomic():
             Job.objects.select_for_update(no_key=True).get()

@@ -14,7 +14,7 @@ from kjo_django.engine.handler.running import ABORT_TTL, abort_name, look_after
 from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch
 from kjo_django.enqueue.job_status import Progress, progress_name, progress_of
 from kjo_django.runtime import current_runtime, get_coordination
-from tests.unit.deliveries import Silent
+from tests.unit.deliveries import Named
 
 pytestmark = pytest.mark.django_db
 
@@ -31,7 +31,7 @@ def jobs(monkeypatch):
     get_coordination().claim([context.lease for context in contexts], "me", ABORT_TTL)
     for context in contexts:
         RunningCall(found, context, None).__enter__()
-        context.delivery = Silent()  # type: ignore[assignment]
+        context.delivery = Named(context.lease)  # type: ignore[assignment]
     return found, *contexts
 
 
