@@ -192,7 +192,7 @@ class Poller:
         pause = FULL_WAIT
         try:
             subscription = self._subscription or self._subscribe()
-            subscription.rely_on_wake_ups(self._hears_publishers)
+            subscription.hears_publishers = self._hears_publishers
             if subscription.supports_release and self._scheduler.waiting:
                 self._give_back(subscription)
             plan = self._pause_and_plan(subscription)
@@ -340,7 +340,8 @@ class Poller:
         fetch."""
         assigned, paused_topics = subscription.assignment(), self._paused_topics
         outstanding, occupied, paused = self._scheduler.load_of(subscription)
-        unwanted = {tp for tp in assigned if tp.topic in paused_topics or tp in paused}
+        unwanted = {tp for tp in assigned if tp.topic in paused_topics}
+        unwanted.update(set(assigned).intersection(paused))
         room: Mapping[str, int] = {}
         if is_shared := subscription.supports_release:
             room = self._room_of_topics(subscription)
@@ -358,10 +359,12 @@ class Poller:
         )
         much = max(1, self._max_outstanding // CHUNKS)
         count = sum(outstanding.values())
+        timeout = IDLE_POLL_TIMEOUT if self._hears_publishers and not count else POLL_TIMEOUT
         plan = FetchPlan(
             max_records,
             max(max_records, min(free, much)),
-            self._longest_poll(count, is_full=bool(full)),
+            # One that is full may have room again before another one brings anything.
+            FULL_POLL_TIMEOUT if full else timeout,
             full,
             self._urgent_above(full) if full and free + much > 0 else {},
         )
@@ -374,17 +377,6 @@ class Poller:
         if is_shared or self._skipped_keys or count >= much:
             self._skip_keys(subscription, count, much)
         return plan
-
-    def _longest_poll(self, count: int, *, is_full: bool) -> float:
-        """Return how many seconds the next poll waits at most.
-
-        :param count: records that wait or run.
-        :param is_full: whether a partition is full: it may have room again before another one
-            brings anything.
-        """
-        if is_full:
-            return FULL_POLL_TIMEOUT
-        return IDLE_POLL_TIMEOUT if self._hears_publishers and not count else POLL_TIMEOUT
 
     def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
         """Pause these partitions, and resume those that were paused before."""

@@ -229,6 +229,8 @@ class GroupScheduler:
         """The orphan that runs."""
         self._run_times: dict[str, float] = {}
         """Seconds that a handler's run is expected to take, by the handler's name."""
+        self._late_at = math.inf
+        """When the first of the groups that run is late (monotonic), or one that has ended was."""
         self._alone: dict[str, float] = {}
         """How many more runs of a handler have a transaction of their own, by its name."""
         self._shares_run: dict[str, float] = {}
@@ -312,48 +314,44 @@ class GroupScheduler:
     def take(self, timeout: float | None = None) -> Group | None:
         """Return the next group, waiting for one; None after ``timeout`` seconds or ``stop``."""
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
-        while True:
-            with self._lock:
-                group, late = self._take_or_wait(deadline)
-            if late is None:
-                return group
-            self.on_late(late)
-
-    def _take_or_wait(self, deadline: float) -> tuple[Group | None, Group | None]:
-        """Return the next group, waiting for one until the deadline (monotonic); or a group whose
-        lane is late, where nothing else may start."""
-        while not self.is_stopped:
-            if (group := self._take_ready()) is not None:
-                return group, None
-            now = self._clock.monotonic()
-            late = next((group for group in self._in_lanes if group.late_at <= now), None)
-            if late is not None:
-                late.late_at = now + LONG_RUN
-                return None, late
-            if deadline <= now:
-                break
-            self._wait(deadline, now)
-        return None, None
-
-    def _take_ready(self) -> Group | None:
-        """Return the next group that may start now."""
-        self._is_ramping = False
-        if self._delayed:
-            self._end_delays()
-        for name in self._by_share() if self._is_weighted else list(self._ready):
-            if self._may_start(name) and (group := self._form_group(name)) is not None:
-                return group
+        with self._lock:
+            while not self.is_stopped:
+                self._is_ramping = False
+                if self._delayed:
+                    self._end_delays()
+                for name in self._by_share() if self._is_weighted else list(self._ready):
+                    if self._may_start(name) and (group := self._form_group(name)) is not None:
+                        return group
+                now = self._clock.monotonic()
+                if self._late_at <= now:
+                    self._relieve_late(now)
+                elif not self._wait(deadline, now):
+                    return None
         return None
 
-    def _next_late(self) -> float:
-        """Return when the first of the groups that run is late (monotonic)."""
-        return min((group.late_at for group in self._in_lanes), default=math.inf)
+    def _relieve_late(self, now: float) -> None:
+        """Let the groups be relieved whose lanes are late, where nothing else may start. The lock,
+        which the caller holds, is released meanwhile."""
+        late = [group for group in self._in_lanes if group.late_at <= now]
+        for group in late:
+            group.late_at = now + LONG_RUN
+        self._late_at = min((group.late_at for group in self._in_lanes), default=math.inf)
+        self._lock.release()
+        try:
+            for group in late:
+                self.on_late(group)
+        finally:
+            self._lock.acquire()
 
-    def _wait(self, deadline: float, now: float) -> None:
-        """Wait for a notification until the deadline (monotonic). One of the lanes that wait wakes
-        up for the first delayed key, for the first group that is late, or to look whether more
-        coroutines may start."""
-        due = min(self._delayed[0][0] if self._delayed else math.inf, self._next_late())
+    def _wait(self, deadline: float, now: float) -> bool:
+        """Wait for a notification until the deadline (monotonic); return whether it lay ahead.
+
+        One of the lanes that wait wakes up for the first delayed key, for the first group that is
+        late, or to look whether more coroutines may start.
+        """
+        if deadline <= now:
+            return False
+        due = min(self._delayed[0][0] if self._delayed else math.inf, self._late_at)
         if self._is_ramping:
             due = min(due, now + RAMP_INTERVAL)
         watches = due < self._watched_until
@@ -369,6 +367,7 @@ class GroupScheduler:
                 self.sleeping.remove(own)
             if watches and self._watched_until == due:
                 self._watched_until = math.inf
+        return True
 
     def _wake_lane(self) -> None:
         """Wake the lane that has run last of those that wait, if any waits."""
@@ -383,7 +382,7 @@ class GroupScheduler:
             any(map(self._may_start, self._ready))
             or (self._is_ramping and self._clock.monotonic() + RAMP_INTERVAL < self._watched_until)
             or (self._delayed and self._delayed[0][0] < self._watched_until)
-            or self._next_late() < self._watched_until
+            or self._late_at < self._watched_until
         ):
             self._wake_lane()
 
@@ -461,6 +460,7 @@ class GroupScheduler:
         self._taken[threading.get_ident()] = group
         if group.mode is Mode.PLAIN and count > 1:
             group.late_at = now + LONG_RUN
+            self._late_at = min(self._late_at, group.late_at)
         if self._delayed or group.late_at < math.inf or any(self._ready.values()):
             self._wake_lane_if_needed()
         return group

@@ -213,11 +213,9 @@ class Subscription(abc.ABC):
         """
         self.acknowledge(records)
 
-    def rely_on_wake_ups(self, is_reliable: bool) -> None:
-        """Note whether ``wake`` is called for every publication to these topics, but for a call
-        that gets lost now and then: an idle consumer may look less often then. Default:
-        nothing."""
-        return
+    hears_publishers: bool = False
+    """Whether ``wake`` is called for every publication to these topics, but for a call that gets
+    lost now and then: an idle consumer may look less often then. Its consumer sets it."""
 
     supports_release: bool = False
     """Whether ``release`` gives records to others; else they are its consumer's until ``close``, as

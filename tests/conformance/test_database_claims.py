@@ -690,7 +690,7 @@ def test_a_publishers_call_is_followed_by_a_claim_and_by_no_further_look(
 def listening(subscribe: Subscribe, clock: SetClock) -> DatabaseSubscription:
     """A consumer that hears of publications."""
     subscription = subscribe()
-    subscription.rely_on_wake_ups(True)
+    subscription.hears_publishers = True
     return subscription
 
 
@@ -739,7 +739,7 @@ def test_what_others_hold_of_a_key_is_looked_for_though_publications_are_heard(
 ) -> None:
     """Nobody calls when the last record of a key is acknowledged elsewhere."""
     first, second = subscribe(), subscribe()
-    second.rely_on_wake_ups(True)
+    second.hears_publishers = True
     publish(transport, "a1", "a2")
     (taken,) = first.poll(1, 1)
     assert second.poll(10, 1) == []

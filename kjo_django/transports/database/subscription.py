@@ -125,7 +125,6 @@ class DatabaseSubscription(LeasedSubscription):
         locks_rows = connections[alias].features.has_select_for_update
         self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
         self._sees_commits = connections[alias].vendor == "sqlite"
-        self.rely_on_wake_ups(False)
         self._order = ClaimOrder()
         self._commits = CommitWatcher(alias, clock)
         self._skipped: dict[str, set[int]] = {}
@@ -143,10 +142,6 @@ class DatabaseSubscription(LeasedSubscription):
         self._attempt(0, 0, 0.0)
 
     # --- Polling ----------------------------------------------------------------------------------
-
-    def rely_on_wake_ups(self, is_reliable: bool) -> None:
-        """While idle, look when the next row is due, and once a second."""
-        self._plan.hears_publishers = is_reliable or self._sees_commits
 
     def _wait(self, longest: float) -> bool:
         """Wait to be woken, for a commit, or until the next look; return whether it was woken."""
@@ -172,6 +167,7 @@ class DatabaseSubscription(LeasedSubscription):
         somebody has committed: an idle consumer writes nothing. A database that is away or locked
         makes the next look come later, see ``last_error``.
         """
+        self._plan.hears_publishers = self.hears_publishers or self._sees_commits
         if self._plan.is_put_off:
             return []
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -296,14 +297,12 @@ def test_who_is_woken_for_nothing_any_more_polls_as_often_as_before(polling, mon
     # Given an idle consumer that waits for long
     poller, asked = polling()
     monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 10 * PATIENCE)
-    told: list[bool] = []
-    monkeypatch.setattr(poller._subscription, "rely_on_wake_ups", told.append)
     poller.rely_on_wake_ups(True)
-    wait_until(lambda: True in told)
+    wait_until(lambda: poller._subscription.hears_publishers)
     # When
     poller.rely_on_wake_ups(False)
     # Then
-    wait_until(lambda: told[-1] is False)
+    wait_until(lambda: not poller._subscription.hears_publishers)
     before = len(asked)
     wait_until(lambda: len(asked) > before + 2)
 
@@ -315,19 +314,17 @@ def test_that_publications_are_heard_is_known_though_it_was_told_while_subscribi
     poller = make()
     monkeypatch.setattr("kjo_django.engine.poller.POLL_TIMEOUT", 0.0)
     monkeypatch.setattr("kjo_django.engine.poller.IDLE_POLL_TIMEOUT", 0.0)
-    told: list[bool] = []
+    subscribe = poller._transport.subscribe
 
-    def be_told(subscription: Subscription, is_reliable: bool) -> None:
-        if not told and not is_reliable:  # the listener has its answer just now
-            poller.rely_on_wake_ups(True)
-        told.append(is_reliable)
+    def subscribe_and_hear(*arguments: Any, **options: Any) -> Subscription:
+        poller.rely_on_wake_ups(True)  # the listener has its answer just now
+        return subscribe(*arguments, **options)
 
-    monkeypatch.setattr(Subscription, "rely_on_wake_ups", be_told)
+    monkeypatch.setattr(poller._transport, "subscribe", subscribe_and_hear)
     # When
     poller.step()
-    poller.step()
     # Then
-    assert told[-1] is True
+    assert poller._subscription.hears_publishers
 
 
 def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetched(make, lanes):

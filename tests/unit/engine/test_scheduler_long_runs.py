@@ -14,7 +14,7 @@ from kjo_django.engine.attempt import Attempt, Delivery, Departed, Ending, Mode
 from kjo_django.engine.handler.timeouts import LONG_RUN
 from kjo_django.engine.scheduler import MOST_ALONE, WORTH_A_LANE, Group, GroupScheduler
 from tests.clocks import SetClock
-from tests.unit.test_scheduler import delivery, handler, lanes_of, take
+from tests.unit.engine.test_scheduler import delivery, handler, lanes_of, take
 from tests.waiting import PATIENCE, wait_until
 
 PLAIN = handler("plain", mode=Mode.PLAIN)

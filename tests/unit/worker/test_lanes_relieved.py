@@ -36,7 +36,7 @@ def transport(request):
 
 
 @pytest.fixture
-def _configured(settings, real_database, monkeypatch, transport):
+def _configured(settings, real_database, monkeypatch, transport, forgotten_definitions):
     settings.KJO = {
         **KJO,
         **(MEMORY if transport == "memory" else {}),
@@ -45,11 +45,7 @@ def _configured(settings, real_database, monkeypatch, transport):
         "SHUTDOWN_GRACE": 5,
         "GROUP_BUDGET": 0.05,
     }
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    monkeypatch.setattr(registry, "limited", {})
     monkeypatch.setattr(scheduler, "LONG_RUN", SOON)
-    yield
-    registry.unregister("long.call")
 
 
 class Work:
