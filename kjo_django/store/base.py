@@ -590,7 +590,7 @@ class Store:
             self.insert_jobs(jobs)
 
     def may_copy(self, count: int) -> bool:
-        """Return whether ``copy_jobs`` can store so many rows, and pays."""
+        """Return whether ``copy_jobs`` and ``copy_rows`` can store so many rows, and pay."""
         return False
 
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
@@ -598,6 +598,15 @@ class Store:
 
         :param job: all other columns are as of this one, which is not stored.
         :param contents: id, key and payload of each.
+        """
+        raise NotImplementedError
+
+    def copy_rows(
+        self, table: str, types: Mapping[str, str], rows: Iterable[Sequence[Any]]
+    ) -> None:
+        """Write rows by COPY, in a transaction of their own if none is open.
+
+        :param types: the columns, each with the type whose format its values are written in.
         """
         raise NotImplementedError
 

@@ -572,9 +572,7 @@ class PostgresStore(Store):
         """Store many rows by COPY."""
         if ignore_conflicts or not self.may_copy(len(jobs)):
             return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
-        with self._copying() as copy:
-            for job in jobs:
-                copy.write_row(self._values_of(job))
+        self.copy_rows("kjo_job", self._job_types(), map(self._values_of, jobs))
         return len(jobs)
 
     def insert_steps(
@@ -610,22 +608,32 @@ class PostgresStore(Store):
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
         """Write all rows by one COPY."""
         row = self._values_of(job)
-        with self._copying() as copy:
-            for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
-                copy.write_row(row)
 
-    @contextmanager
-    def _copying(self) -> Iterator[Any]:
-        columns = ", ".join(f'"{field.column}"' for field in JOB_FIELDS)
+        def rows() -> Iterator[Sequence[Any]]:
+            for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
+                yield row
+
+        self.copy_rows("kjo_job", self._job_types(), rows())
+
+    def _job_types(self) -> dict[str, str]:
         connection = connections[self.alias]
-        types = [str(field.db_type(connection)).partition("(")[0] for field in JOB_FIELDS]
+        return {f.column: str(f.db_type(connection)).partition("(")[0] for f in JOB_FIELDS}
+
+    def copy_rows(
+        self, table: str, types: Mapping[str, str], rows: Iterable[Sequence[Any]]
+    ) -> None:
+        """Write them in binary; the server stores some while the next are composed."""
+        connection = connections[self.alias]
+        columns = ", ".join(f'"{column}"' for column in types)
         with (
             transaction.atomic(using=self.alias, savepoint=False),
             connection.cursor() as cursor,
-            cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
+            connection.wrap_database_errors,
+            cursor.copy(f"COPY {table} ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
         ):
-            copy.set_types(types)
-            yield copy
+            copy.set_types(list(types.values()))
+            for row in rows:
+                copy.write_row(row)
 
     # --- The relay --------------------------------------------------------------------------------
 
