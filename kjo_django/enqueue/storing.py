@@ -252,8 +252,8 @@ def store_alike(
     *,
     waits: bool = False,
 ) -> list[JobHandle[Any]]:
-    """Store a job for each payload, as ``store`` does, without making an instance of each where its
-    row can be written without.
+    """Store a job for each payload, as ``store`` does, without making an instance of each where
+    none has a unique id.
 
     What tells the jobs from one another comes by column: of objects that stay, one for each job,
     Python would look through everything there is for garbage now and then.
@@ -262,7 +262,7 @@ def store_alike(
     :param waits: the jobs are steps of a workflow that wait for others.
     """
     job.state = JobState.WAITING if waits else JobState.PENDING
-    if any(id is not None for id in unique_ids) or not runtime.store.may_copy(len(payloads)):
+    if any(id is not None for id in unique_ids):
         copies, ids = [], uuid7s(len(payloads))
         for id, unique_id, key, payload in zip(ids, unique_ids, keys, payloads, strict=True):
             # The model's own ``__init__`` costs more than all the rest of an enqueue.
@@ -271,7 +271,7 @@ def store_alike(
             copy.__dict__.update(job.__dict__, _state=ModelState(), **own)
             copies.append(copy)
         return store(copies, runtime=runtime)
-    queue = runtime.settings.queue(job.queue)
+    queue, statements = runtime.settings.queue(job.queue), runtime.store
     joins = is_transactional(queue) and not waits
     if joins:
         job.state, job.queued_at = JobState.QUEUED, job.created_at
@@ -280,11 +280,14 @@ def store_alike(
     with (
         tracing.tracer.enqueuing(alike) if tracing.tracer is not None else nullcontext(),
         garbage_collection.paused(),
-        transaction.atomic(using=runtime.database, savepoint=False) if joins else nullcontext(),
+        # COPY cannot be what begins a transaction.
+        statements.transaction(savepoint=False, calls_handlers=statements.may_copy(len(payloads)))
+        if joins
+        else nullcontext(),
     ):
         ids = uuid7s(len(payloads))
         contents = list(zip(ids, keys, payloads, strict=True))
-        runtime.store.copy_jobs(job, contents)
+        statements.insert_alike(job, contents)
         database = runtime.database
         answers: list[JobHandle[Any]] = [JobHandle(id, "queued", database=database) for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}

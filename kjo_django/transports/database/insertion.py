@@ -87,9 +87,14 @@ class _HeadersText:
             known = last.get(name)
             if known is None or known[0] != value:
                 encoded = base64.b64encode(value or b"").decode()
-                known = last[name] = value, f'{json.dumps(storable_text(name))}: "{encoded}"'
+                known = last[name] = value, f'{_name_text(name)}: "{encoded}"'
             texts.append(known[1])
         return f"{{{', '.join(texts)}}}"
+
+
+@lru_cache(maxsize=256)
+def _name_text(name: str) -> str:
+    return json.dumps(storable_text(name))
 
 
 def insert_rows(alias: str, rows: Sequence[MessageRow]) -> Sequence[int]:
