@@ -16,8 +16,8 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 286
-MOST_CLASSES = 572
+MOST_MODULES = 287
+MOST_CLASSES = 574
 MOST_CORE_LINES = 28_300
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
