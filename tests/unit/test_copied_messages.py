@@ -12,6 +12,7 @@ import pytest
 from django.db import connection, transaction
 
 from kjo_django import tracing
+from kjo_django.conf import get_settings
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, TransportMessage
 from kjo_django.runtime import get_coordination, get_transport
@@ -156,9 +157,9 @@ def test_jobs_whose_unique_ids_are_taken_have_no_second_message() -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_each_consumer_group_of_the_topic_has_its_messages(count: int) -> None:
     # Given
-    topic = "ledger-queue"
-    others = get_transport().subscribe([topic], "audit")
-    get_transport().subscribe([topic], "ledger-queue-group").close()
+    queue = get_settings().queue("ledger")
+    others = get_transport().subscribe([queue.topic], "audit")
+    get_transport().subscribe([queue.topic], queue.consumer_group).close()
     # When
     write.enqueue_many([{"job": str(number)} for number in range(count)])
     # Then
@@ -175,6 +176,9 @@ def test_what_a_tracer_leaves_their_messages_carry(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tracer:
+        def headers(self) -> dict[str, str]:
+            return {}
+
         @contextmanager
         def enqueuing(self, jobs: list[Job]) -> Iterator[None]:
             for job in jobs:
