@@ -316,7 +316,7 @@ class JobDefinition(Generic[P, R_co]):
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
     ) -> list[JobHandle[R_co]]:
-        """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none, and return a
+        """Store many jobs with few statements (on PostgreSQL by COPY), all or none, and return a
         handle for each, in their order.
 
         :param payloads: the arguments of each job by name.

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from django.db import transaction
 from django.db.models import Model
@@ -251,8 +252,8 @@ def store_alike(
     *,
     waits: bool = False,
 ) -> list[JobHandle[Any]]:
-    """Store a job for each payload, as ``store`` does, without making an instance of each where its
-    row can be written without.
+    """Store a job for each payload, as ``store`` does, without making an instance of each where
+    none has a unique id.
 
     What tells the jobs from one another comes by column: of objects that stay, one for each job,
     Python would look through everything there is for garbage now and then.
@@ -261,11 +262,7 @@ def store_alike(
     :param waits: the jobs are steps of a workflow that wait for others.
     """
     job.state = JobState.WAITING if waits else JobState.PENDING
-    if (
-        (is_transactional(runtime.settings.queue(job.queue)) and not waits)
-        or any(id is not None for id in unique_ids)
-        or not runtime.store.may_copy(len(payloads))
-    ):
+    if any(id is not None for id in unique_ids):
         copies, ids = [], uuid7s(len(payloads))
         for id, unique_id, key, payload in zip(ids, unique_ids, keys, payloads, strict=True):
             # The model's own ``__init__`` costs more than all the rest of an enqueue.
@@ -274,21 +271,50 @@ def store_alike(
             copy.__dict__.update(job.__dict__, _state=ModelState(), **own)
             copies.append(copy)
         return store(copies, runtime=runtime)
+    queue, statements = runtime.settings.queue(job.queue), runtime.store
+    joins = is_transactional(queue) and not waits
+    if joins:
+        job.state, job.queued_at = JobState.QUEUED, job.created_at
     # What the tracer leaves with this one, all of them carry.
     alike = [job] * len(payloads)
     with (
         tracing.tracer.enqueuing(alike) if tracing.tracer is not None else nullcontext(),
         garbage_collection.paused(),
+        # COPY cannot be what begins a transaction.
+        statements.transaction(savepoint=False, calls_handlers=statements.may_copy(len(payloads)))
+        if joins
+        else nullcontext(),
     ):
         ids = uuid7s(len(payloads))
-        runtime.store.copy_jobs(job, zip(ids, keys, payloads, strict=True))
+        contents = list(zip(ids, keys, payloads, strict=True))
+        statements.insert_alike(job, contents)
         database = runtime.database
         answers: list[JobHandle[Any]] = [JobHandle(id, "queued", database=database) for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
-        after_commit(runtime, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
+        channel = RELAY_CHANNEL
+        if joins:
+            _publish_alike(job, contents, queue, runtime)
+            channel = topic_channel(queue.topic)
+        after_commit(runtime, channel, ({**facts, "job_id": str(id)} for id in ids))
     if observers:
         call_observers(runtime)
     return answers
+
+
+def _publish_alike(
+    job: Job, contents: Iterable[tuple[UUID, str, bytes]], queue: QueueConf, runtime: Runtime
+) -> None:
+    """Write the messages of jobs that ``store_alike`` has stored, and wake their consumers on
+    commit."""
+    one = Job.__new__(Job)
+    one.__dict__.update(job.__dict__)
+    records = []
+    with use_database(runtime.database):
+        for one.id, one.key, one.payload in contents:
+            records.append(record_of(one, queue, job.available_at, service=runtime.service))
+        publish(get_transport(queue.transport), records)
+    for topic in {record.topic for record in records}:
+        after_commit(runtime, topic_channel(topic))
 
 
 def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
 import socket
@@ -72,6 +73,11 @@ if TYPE_CHECKING:
 WindowChange = tuple[str, str, str, datetime | None]
 """A change of the starts of a rate: its name, what was read, what is to be written, and until when
 it is kept; None: as long as before."""
+
+
+def _as_it_is(value: Any, connection: Any) -> Any:
+    """Prepare nothing."""
+    return value
 
 
 class _ChangedError(Exception):
@@ -565,22 +571,55 @@ class Store:
 
         :param ignore_conflicts: leave out rows whose unique id is taken.
         """
+        rows = map(self._values_of, jobs)
+        return self._insert_rows(rows, len(jobs), ignore_conflicts=ignore_conflicts)
+
+    def insert_alike(self, job: Job, contents: Sequence[tuple[UUID, str, bytes]]) -> None:
+        """Insert jobs without an instance of each.
+
+        :param job: all other columns are as of this one, which is not stored itself.
+        :param contents: id, key and payload of each.
+        """
+        self._insert_rows(self._alike(job, contents), len(contents))
+
+    def _alike(
+        self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]
+    ) -> Iterator[Sequence[Any]]:
+        """Yield the values of each row: one list, over and over."""
+        connection, row = connections[self.alias], self._values_of(job)
+        (id, prepare_id), (key, prepare_key), (payload, prepare_payload) = (
+            (at, self._columns[at][1] or _as_it_is) for at in _OWN
+        )
+        for content in contents:
+            row[id] = prepare_id(content[0], connection)
+            row[key] = prepare_key(content[1], connection)
+            row[payload] = prepare_payload(content[2], connection)
+            yield row
+
+    def _values_of(self, job: Job) -> list[Any]:
+        connection = connections[self.alias]
+        return [
+            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+            for name, prepare in self._columns
+        ]
+
+    def _insert_rows(
+        self, rows: Iterable[Sequence[Any]], count: int, *, ignore_conflicts: bool = False
+    ) -> int:
         connection = connections[self.alias]
         begin, end = self._insert[ignore_conflicts]
         size = min(1000, (connection.features.max_query_params or 30_000) // len(JOB_FIELDS))
-        count = 0
+        stored = 0
         several = transaction.atomic(using=self.alias, savepoint=False)
-        with several if len(jobs) > size else nullcontext(), connection.cursor() as cursor:
-            for start in range(0, len(jobs), size):
-                chunk = jobs[start : start + size]
-                values = [
-                    prepare(getattr(job, name), connection) if prepare else getattr(job, name)
-                    for job in chunk
-                    for name, prepare in self._columns
-                ]
-                cursor.execute(begin + ", ".join([_JOB_PLACES] * len(chunk)) + end, values)
-                count += cursor.rowcount
-        return count
+        with several if count > size else nullcontext(), connection.cursor() as cursor:
+            values = itertools.chain.from_iterable(rows)
+            for start in range(0, count, size):
+                length = min(size, count - start)
+                places = ", ".join([_JOB_PLACES] * length)
+                chunk = list(itertools.islice(values, length * len(JOB_FIELDS)))
+                cursor.execute(begin + places + end, chunk)
+                stored += cursor.rowcount
+        return stored
 
     def insert_steps(
         self, rows: Sequence[Sequence[Model]], jobs: Sequence[Job], *, is_last: bool = False
@@ -598,14 +637,15 @@ class Store:
             self.insert_jobs(jobs)
 
     def may_copy(self, count: int) -> bool:
-        """Return whether ``copy_jobs`` can store so many rows, and pays."""
+        """Return whether ``copy_rows`` can store so many rows, and pays."""
         return False
 
-    def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
-        """Store jobs without an instance of each.
+    def copy_rows(
+        self, table: str, types: Mapping[str, str], rows: Iterable[Sequence[Any]]
+    ) -> None:
+        """Write rows by COPY, in a transaction of their own if none is open.
 
-        :param job: all other columns are as of this one, which is not stored.
-        :param contents: id, key and payload of each.
+        :param types: the columns, each with the type whose format its values are written in.
         """
         raise NotImplementedError
 
@@ -958,6 +998,8 @@ _CONTENT = ("id", "generation", "payload")
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 JOB_FIELDS = [field for field in Job._meta.local_concrete_fields if field.name != "worker"]
 """The columns of a job's row, in the order of ``INSERT`` and ``COPY``; of a new job none worked."""
+_OWN = [[field.attname for field in JOB_FIELDS].index(name) for name in ("id", "key", "payload")]
+"""The places of what tells jobs from one another that are otherwise alike."""
 _JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
 WORKFLOW_COLUMNS = ["state", "reason", "finished_at", "open_stage_count", "step_count", "deadline"]
 """The columns of a workflow that change."""

@@ -531,9 +531,7 @@ class PostgresStore(Store):
         """Store many rows by COPY."""
         if ignore_conflicts or not self.may_copy(len(jobs)):
             return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
-        with self._copying() as copy:
-            for job in jobs:
-                copy.write_row(self._values_of(job))
+        self.copy_rows("kjo_job", self._job_types(), map(self._values_of, jobs))
         return len(jobs)
 
     def insert_steps(
@@ -550,13 +548,6 @@ class PostgresStore(Store):
         if statements:
             self.execute_all(statements, is_last=is_last)
 
-    def _values_of(self, job: Job) -> list[Any]:
-        connection = connections[self.alias]
-        return [
-            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
-            for name, prepare in self._columns
-        ]
-
     def may_copy(self, count: int) -> bool:
         """Return whether there are enough rows for COPY, and no query wrapper but ours.
 
@@ -566,25 +557,34 @@ class PostgresStore(Store):
         wrappers = connections[self.alias].execute_wrappers
         return count >= COPY_FROM and all(isinstance(each, _Along) for each in wrappers)
 
-    def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
-        """Write all rows by one COPY."""
-        row = self._values_of(job)
-        with self._copying() as copy:
-            for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
-                copy.write_row(row)
+    def insert_alike(self, job: Job, contents: Sequence[tuple[UUID, str, bytes]]) -> None:
+        """Store many rows by COPY."""
+        if not self.may_copy(len(contents)):
+            return super().insert_alike(job, contents)
+        return self.copy_rows("kjo_job", self._job_types(), self._alike(job, contents))
 
-    @contextmanager
-    def _copying(self) -> Iterator[Any]:
-        columns = ", ".join(f'"{field.column}"' for field in JOB_FIELDS)
+    def _job_types(self) -> dict[str, str]:
         connection = connections[self.alias]
-        types = [str(field.db_type(connection)).partition("(")[0] for field in JOB_FIELDS]
+        return {
+            str(field.column): str(field.db_type(connection)).partition("(")[0]
+            for field in JOB_FIELDS
+        }
+
+    def copy_rows(
+        self, table: str, types: Mapping[str, str], rows: Iterable[Sequence[Any]]
+    ) -> None:
+        """Write them in binary; the server stores some while the next are composed."""
+        connection = connections[self.alias]
+        columns = ", ".join(f'"{column}"' for column in types)
         with (
             transaction.atomic(using=self.alias, savepoint=False),
             connection.cursor() as cursor,
-            cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
+            connection.wrap_database_errors,
+            cursor.copy(f"COPY {table} ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
         ):
-            copy.set_types(types)
-            yield copy
+            copy.set_types(list(types.values()))
+            for row in rows:
+                copy.write_row(row)
 
     # --- The relay --------------------------------------------------------------------------------
 
@@ -997,9 +997,6 @@ _UPDATE_WORKFLOW = f"""
 UPDATE kjo_workflow SET {", ".join(f"{name} = %s" for name in WORKFLOW_COLUMNS)} WHERE id = %s
 """  # noqa: S608 - names of columns
 
-_ID, _KEY, _PAYLOAD = (
-    [field.attname for field in JOB_FIELDS].index(name) for name in ("id", "key", "payload")
-)
 _read_headers: Any = Job._meta.get_field("headers").from_db_value
 
 # What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name

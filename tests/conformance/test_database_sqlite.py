@@ -19,9 +19,10 @@ from kjo_django.transports.database import DatabaseTransport, plans
 from kjo_django.transports.database.subscription import CommitWatcher
 from tests.clocks import SetClock
 from tests.conformance.databases import SQLITE
+from tests.conformance.published_rows import RowConformance
 
 
-class DatabaseConformance(TransportConformance):
+class DatabaseConformance(RowConformance, TransportConformance):
     alias: str
     lease = timedelta(seconds=2)
     rebalances = False

@@ -22,7 +22,7 @@ leases. Runs on SQLite, PostgreSQL and MariaDB.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,6 @@ from django.utils.translation import gettext as _
 
 from kjo_django.conf import databases_on, get_settings
 from kjo_django.exceptions import PublishError
-from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
@@ -47,19 +46,17 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
+from kjo_django.transports.database.insertion import insert_rows, rows_of
 from kjo_django.transports.database.runs import running
 from kjo_django.transports.database.subscription import (
     OUTAGES,
     DatabaseSubscription,
     count_lag,
-    key_hash,
 )
 from kjo_django.values import duration
 
 _GROUPS_KEPT = 3.0
 _MAX_TOPIC = 249
-_MOST_OF_STATEMENT = 4 * 1024**2
-"""Bytes of values. MariaDB refuses 16 MB, and its driver writes each byte as two digits."""
 _NOBODY = ("",)
 
 _generation = 0
@@ -131,20 +128,15 @@ class DatabaseTransport(Transport):
         alias = self.database
         try:
             groups = self._groups_of(alias, {record.topic for _, record in accepted})
-            rows: list[TransportMessage] = []
-            first: dict[int, TransportMessage] = {}
-            now = self.clock.now()
-            for index, record in accepted:
-                copies = [_row(record, group, now) for group in groups[record.topic]]
-                first[index] = copies[0]
-                rows.extend(copies)
-            most = _MOST_OF_STATEMENT // max(1, *(len(row.value or b"") for row in rows))
-            TransportMessage.objects.using(alias).bulk_create(rows, batch_size=max(1, most))
+            rows = rows_of([record for _, record in accepted], groups, self.clock.now())
+            ids = insert_rows(alias, rows)
         except OUTAGES as error:
             mend_connection(alias)
             raise PublishError(f"Database {alias!r} refused the records: {error}") from error
-        for index, row in first.items():
-            results[index] = Published(partition=0, offset=row.pk)
+        first = 0
+        for index, record in accepted:
+            results[index] = Published(partition=0, offset=ids[first] if ids else None)
+            first += len(groups[record.topic])
         return results
 
     def _groups_of(self, alias: str, topics: set[str]) -> dict[str, Sequence[str]]:
@@ -255,17 +247,3 @@ def _refusal(record: OutgoingRecord) -> Published:
     if not record.topic or len(record.topic) > _MAX_TOPIC:
         return Published(error=f"a topic's name has 1 to {_MAX_TOPIC} characters")
     return Published()
-
-
-def _row(record: OutgoingRecord, group: str, now: datetime) -> TransportMessage:
-    return TransportMessage(
-        topic=record.topic,
-        consumer_group=group,
-        key=record.key,
-        key_hash=None if record.key is None else key_hash(record.key),
-        value=record.value,
-        headers=to_json(record.headers),
-        published_at=now,
-        available_at=record.available_at or now,
-        rank=-record.priority,
-    )

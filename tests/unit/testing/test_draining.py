@@ -159,14 +159,14 @@ def test_many_that_are_copied_into_postgresql_run_at_once(
 ) -> None:
     # Given a transport of which the relay brings jobs: their rows alone are written, by COPY
     settings.KJO = {**KJO, **MEMORY}
-    copied, copy = list[int](), PostgresStore.copy_jobs
+    copied, copy = list[int](), PostgresStore.copy_rows
 
-    def copy_jobs(store: Any, job: Job, rows: Any) -> None:
-        found = list(rows)
+    def copy_rows(store: Any, table: str, types: Any, rows: Any) -> None:
+        found = [tuple(row) for row in rows]
         copied.append(len(found))
-        copy(store, job, found)
+        copy(store, table, types, found)
 
-    monkeypatch.setattr(PostgresStore, "copy_jobs", copy_jobs)
+    monkeypatch.setattr(PostgresStore, "copy_rows", copy_rows)
     # When, then
     with immediate():
         handles = write.enqueue_many([{"job": str(number)} for number in range(50)])
