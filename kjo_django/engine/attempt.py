@@ -83,7 +83,8 @@ class Delivery:
     """The name of its lease; "" of a record that nobody can read."""
     has_own_lease: bool
     """Whether its record's own lease keeps all others from it, which then needs none of
-    coordination. Records of one item share a lease of coordination."""
+    coordination. Records of one item share a lease of coordination, and so do those of one message
+    that runs outside a transaction and has no job."""
     key: EventKey
     """Of its marker in ``processed_events``."""
     shard: object
@@ -112,7 +113,9 @@ class Delivery:
         self.kind, self.batch = handler.options.name, handler.options.batch
         outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
         self.mode = Mode.ATOMIC if handler.options.atomic else outside
-        self.has_own_lease = subscription.counts_deliveries and not message.lease_id
+        # Outside a transaction nothing but a job's row keeps a second record of its message away.
+        is_excluded = self.mode is Mode.ATOMIC or bool(message.job_id)
+        self.has_own_lease = subscription.counts_deliveries and not message.lease_id and is_excluded
         self.key, self.lease = NO_KEY, ""
         if message.id:
             self.key = EventKey(message.id, handler.service or service, message.type)

@@ -295,11 +295,30 @@ class LeaseBook:
         own = (each for each in deliveries if each.has_own_lease)
         for subscription, begun in _by_subscription(own).items():
             counts = subscription.begin([each.record for each in begun], self.token)
-            for delivery, count in zip(begun, counts, strict=True):
+            for delivery, noted in zip(begun, counts, strict=True):
+                # Where its COMMIT was not answered, its record may have been settled with it: the
+                # marker tells.
+                count = noted or int(delivery.attempt is not None)
                 claims[delivery] = Claim(count > 0, count)
                 if count:
                     self.owned.setdefault(delivery, Owned()).claims = count
         return [claims[each] for each in deliveries]
+
+    def died_among(self, workers: Collection[str]) -> Collection[str]:
+        """Return those of the workers that have died, whose records' leases have run out. None of
+        them where coordination cannot say.
+
+        A sign of life that may outlive such a lease says nothing: then all of them count as dead.
+        """
+        others = set(workers) - {self.token}
+        # A lease that is renewed every third of it runs out two thirds after a death at least.
+        if self.alive_ttl > 2 * self.runtime.settings.record_lease / 3:
+            return others
+        try:
+            return self._dead(others)
+        except CoordinationError as error:
+            self._warn("Nobody knows which workers have died", error)
+            return ()
 
     def _end(self, begun: Mapping[Delivery, int]) -> None:
         """Count how often deliveries were begun that run no longer. An outage is not raised."""

@@ -83,6 +83,7 @@ class Poller:
     :param is_alone: whether its worker reads one topic only, which may have all that room.
     :param on_error: called with each outage, and with None at its end.
     :param on_skipped: called for each record that was meant for others.
+    :param died: see ``Subscription.ask_who_died``.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Poller:
         level: int = 0,
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
+        died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers,
     ) -> None:
         self._runtime, self._clock = runtime, runtime.clock
         self._settings, self._service = runtime.settings, runtime.service
@@ -107,6 +109,7 @@ class Poller:
         self._max_outstanding = max_outstanding
         self._is_alone = is_alone
         self._on_error = on_error
+        self._died = died
         self._on_skipped = on_skipped
         self.level = level
         self._queue_of = {queue.levels[level]: queue for queue in reversed(queues)}
@@ -285,6 +288,7 @@ class Poller:
             on_revoked=self._on_revoked,
             on_assigned=self._on_assigned,
         )
+        self._subscription.ask_who_died(self._died)
         return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:

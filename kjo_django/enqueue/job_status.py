@@ -58,8 +58,9 @@ def owners_of(jobs: Sequence[Job]) -> dict[Any, str]:
     for job in jobs:
         messages.setdefault(conf.queue(job.queue).transport, {})[job.message_id] = job.pk
     for alias, keys in messages.items():
-        running = get_transport(alias).running(list(keys))
-        owners.update((keys[id], token) for id, token in running.items())
+        if _counts_deliveries(alias):  # others are not even made here
+            running = get_transport(alias).running(keys)
+            owners.update((keys[id], token) for id, token in running.items())
     leases = {
         lease_name(conf.queue(job.queue), job.message_id): job.pk
         for job in jobs
@@ -84,7 +85,11 @@ def living(owners: Mapping[Any, str]) -> dict[Any, str]:
 def _may_have_lease(job: Job, transport: str) -> bool:
     """Return whether it may run under a lease of coordination: steps of workflows do, which come to
     a worker past the transport."""
-    return job.stage_id is not None or not transport_class(transport).capabilities.counts_deliveries
+    return job.stage_id is not None or not _counts_deliveries(transport)
+
+
+def _counts_deliveries(alias: str) -> bool:
+    return transport_class(alias).capabilities.counts_deliveries
 
 
 # --- Limits ---------------------------------------------------------------------------------------

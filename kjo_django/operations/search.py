@@ -508,7 +508,8 @@ def _leased_ids() -> list[UUID] | None:
         for transport in _counting_transports():
             owners |= transport.running(most=PROCESSING - len(owners))
         for prefix in sorted(f"CONS:{prefix}:" for prefix in prefixes):
-            found = itertools.islice(coordination.names(prefix), PROCESSING - len(names))
+            most = PROCESSING - len(owners) - len(names)
+            found = itertools.islice(coordination.names(prefix), most)
             names.update((name, name.removeprefix(prefix)) for name in found)
         held = coordination.holders(list(names)) if names else {}
         owners |= {names[name]: token for name, token in held.items()}

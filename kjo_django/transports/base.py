@@ -249,6 +249,15 @@ class Subscription(abc.ABC):
         """
         return [1] * len(records)
 
+    def ask_who_died(self, died: Callable[[Collection[str]], Collection[str]]) -> None:
+        """Count only those deaths that are known: a consumer that could not renew its leases, as
+        while its server was away, has not died for that. Default: nothing.
+
+        :param died: is called with the tokens of workers, as ``begin`` had them, whose leases have
+            run out, and returns those that have died.
+        """
+        return
+
     def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
         """Note that these records, which were begun, do not run and have no outcome yet. Any thread
         may call it. Default: nothing.

@@ -252,6 +252,7 @@ class Worker:
                     self._outages.note, f"{group} ({alias}{LEVELS[level][1]})"
                 ),
                 on_skipped=self.statistics.skip,
+                died=self.leases.died_among,
             )
             for (alias, group, level), queues in groups.items()
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_only_what_is_asked_for_is_told(
     consumer = subscribe()
     begin(consumer, consumer.poll(10, 0.0))
     assert transport.running(["a", "unknown"]) == {"a": "worker"}
-    assert len(transport.running(most=2)) == 2
+    assert [len(transport.running(most=most)) for most in (2, 0)] == [2, 0]
     let_lease_expire(consumer, clock)
     assert not transport.running()
 
@@ -255,6 +256,75 @@ def test_what_still_runs_when_its_consumer_is_closed_goes_to_others_when_it_ends
     consumer.end([runs], [0])
     assert [(id_of(each), each.deliveries) for each in other.poll(10, 0.0)] == [("runs", 0)]
     assert not TransportRun.objects.using(alias).exists()
+
+
+def test_what_begins_while_its_consumer_is_closed_does_not_begin(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have it by then."""
+    publish(transport, "a")
+    consumer, other = subscribe(), subscribe()
+    records, store = consumer.poll(10, 0.0), consumer._runs._store
+    taken: list[Record] = []
+
+    def close_first(*arguments: Any) -> None:
+        if not consumer._is_closed:
+            consumer.close()
+            taken.extend(other.poll(10, 0.0))
+        store(*arguments)
+
+    monkeypatch.setattr(consumer._runs, "_store", close_first)
+    assert begin(consumer, records) == [0]
+    # Then the other one has it, and nobody else has begun it
+    assert [id_of(each) for each in taken] == ["a"]
+    assert not transport.running()
+    assert begin(other, taken) == [1]
+
+
+def test_of_whom_nobody_knows_that_he_has_died_nothing_is_counted(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    publish(transport, "of the dead", "of the living")
+    heir = subscribe()
+    for worker in ("dead", "living"):
+        consumer = subscribe()
+        consumer.begin(consumer.poll(1, 0.0), worker)
+    clock.advance(LEASE.total_seconds() + 1)
+    heir.ask_who_died(lambda workers: {*workers} & {"dead"})
+    counts = {id_of(each): each.deliveries for each in heir.poll(10, 0.0)}
+    assert counts == {"of the dead": 1, "of the living": 0}
+
+
+def test_lanes_that_begin_and_end_at_the_same_time_keep_what_runs_apart(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """Each lane has messages of its own, and keeps a table of what it has begun beside them."""
+    lanes, each = 8, 6
+    publish(transport, *(f"{lane}-{number}" for lane in range(lanes) for number in range(each)))
+    consumer = subscribe()
+    records = consumer.poll(lanes * each, 0.0)
+
+    def run(lane: int) -> set[str]:
+        draw = random.Random(lane)
+        mine = {id_of(one): one for one in records if id_of(one).startswith(f"{lane}-")}
+        begun: set[str] = set()
+        try:
+            for _ in range(30):
+                new = draw.sample(
+                    sorted(mine.keys() - begun), draw.randint(0, len(mine) - len(begun))
+                )
+                consumer.begin([mine[id] for id in new], "worker")
+                begun.update(new)
+                ended = draw.sample(sorted(begun), draw.randint(0, len(begun)))
+                consumer.end([mine[id] for id in ended], [0] * len(ended))
+                begun.difference_update(ended)
+            return begun
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(lanes) as threads:
+        begun = set().union(*threads.map(run, range(lanes)))
+    assert set(transport.running()) == begun
 
 
 def test_what_dead_consumers_have_left_is_deleted_a_day_later(

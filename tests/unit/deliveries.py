@@ -93,6 +93,7 @@ class Bench:
         self.leases = LeaseBook(runtime, worker, timedelta(minutes=5), timedelta(minutes=1))
         if alive:
             self.leases.show_alive()
+        self.subscription.ask_who_died(self.leases.died_among)
         self.watch = TimeoutWatch()
         self.outcomes: list[Attempt] = []
         self.pauses: list[Attempt] = []

@@ -155,13 +155,13 @@ WHERE consumer = %s AND number = %s
 """
 
 
-def begun_by(alias: str, consumers: Collection[str]) -> set[tuple[str, int]]:
+def begun_by(alias: str, consumers: Collection[str]) -> dict[tuple[str, int], str]:
     """Return what consumers have begun and not ended, as far as it is still leased to them: the
-    consumer and the id of the message's row."""
+    consumer and the id of the message's row, each with the token of the worker."""
     rows = TransportRun.objects.using(alias).filter(consumer__in=consumers)
     return {
-        (consumer, int(id))
-        for consumer, messages in rows.values_list("consumer", "messages")
+        (consumer, int(id)): worker
+        for consumer, worker, messages in rows.values_list("consumer", "worker", "messages")
         for id in json.loads(messages)
     }
 
@@ -175,12 +175,13 @@ def running(
     :param most: no more than so many.
     """
     begun: dict[int, tuple[str, str, str]] = {}
+    asked = None if message_ids is None else set(message_ids)
     runs = TransportRun.objects.using(alias).order_by("id")
     for consumer, worker, messages in runs.values_list("consumer", "worker", "messages"):
         for id, message_id in json.loads(messages).items():
-            if message_ids is None or message_id in message_ids:
+            if asked is None or message_id in asked:
                 begun[int(id)] = consumer, worker, message_id
-    if not begun:
+    if not begun or most == 0:
         return {}
     found: dict[str, str] = {}
     for id, consumer in _leased(alias, clock, list(begun)):

@@ -138,6 +138,7 @@ class DatabaseSubscription(LeasedSubscription):
         self._renewed_at = clock.monotonic()
         """Until so long after it as a lease lasts, leases have not run out (monotonic)."""
         self._runs = runs.Runs(alias, self._token, clock)
+        self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
         self._housekeep_at = 0.0
         self._attempt(0, 0, 0.0)
 
@@ -647,6 +648,10 @@ class DatabaseSubscription(LeasedSubscription):
         }
         if new:
             self._runs.begin(new, worker)
+        if self._is_closed and mine:  # meanwhile: some of these may have been given to others
+            self._runs.end(new)
+            self._free(new)
+            mine = {token for token in mine if token[1] not in new}
         return [each.deliveries + 1 if each.token in mine else 0 for each in records]
 
     def _lost(self, records: Sequence[Record]) -> set[Any]:
@@ -679,7 +684,7 @@ class DatabaseSubscription(LeasedSubscription):
                 each.deliveries = count
 
     def _count_dead(self, claimed: Mapping[int, str], records: Sequence[Record]) -> None:
-        """Count once more what consumers had begun that were silent for too long.
+        """Count once more what consumers had begun that were silent for too long, and have died.
 
         :param claimed: whose each of the records was.
         """
@@ -687,8 +692,15 @@ class DatabaseSubscription(LeasedSubscription):
         if not consumers:
             return
         begun = runs.begun_by(self._alias, consumers)
-        died = [each for each in records if (claimed[each.offset], each.offset) in begun]
-        self._store_counts([(each, each.deliveries + 1) for each in died])
+        workers = {each.offset: begun.get((claimed[each.offset], each.offset)) for each in records}
+        silent = {worker for worker in workers.values() if worker is not None}
+        died = self._died(silent) if silent else ()
+        counted = [each for each in records if workers[each.offset] in died]
+        self._store_counts([(each, each.deliveries + 1) for each in counted])
+
+    def ask_who_died(self, died: Callable[[Collection[str]], Collection[str]]) -> None:
+        """Without this, whoever was silent for too long counts as dead."""
+        self._died = died
 
     # --- Rows leased ------------------------------------------------------------------------------
 
@@ -724,12 +736,12 @@ class DatabaseSubscription(LeasedSubscription):
         Inside ``atomic`` the acknowledgement commits or rolls back with everything else there;
         after a roll-back the records are this consumer's still, to settle in another way.
         """
-        if not self._is_closed:
-            mine = self._mine(records)
-            ids, store = [id for _, id in mine], store_for(self._alias)
-            for statement in _changes(self._alias, _DELETE, [self._token], ids):
-                store.execute_with_next(*statement)
-            transaction.on_commit(lambda: self._forget(mine), using=self._alias)
+        mine = self._mine(records)
+        ids, store = [id for _, id in mine], store_for(self._alias)
+        # Also of what still ran when this was closed; the rest has no lease of this one any more.
+        for statement in _changes(self._alias, _DELETE, [self._token], ids):
+            store.execute_with_next(*statement)
+        transaction.on_commit(lambda: self._forget(mine), using=self._alias)
 
     def flush(self) -> None:
         """Write acknowledgements now; while the database is away they stay noted."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from django.utils import timezone
 
 from kjo_django.coordination.base import alive_name
 from kjo_django.engine.attempt import Ending
-from kjo_django.models import DeadLetter, Job, JobFailure, Lease
+from kjo_django.models import DeadLetter, Job, JobFailure, Lease, TransportMessage
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -118,6 +119,39 @@ def test_what_a_living_worker_runs_is_left_to_it(bench, another):
     another.leases.settle([delivery])
     assert bench.run([delivery]) == []
     assert (entries(), the_job().attempts) == ({"a": 1}, 1)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_worker_that_lives_has_not_died_with_what_it_could_not_renew(
+    bench, transport, another, atomic
+):
+    """The database was away for longer than its records were leased: a job of one attempt was
+    dead-lettered as stalled."""
+    # Given a worker whose record's lease runs out while it has begun it
+    as_job(lambda job: None, "bench.once", atomic=atomic, max_attempts=1).enqueue(job="a")
+    deliveries = bench.poll()
+    bench.leases.claim(deliveries)
+    # When another one has it, which knows by their signs of life who has died
+    another.leases.alive_ttl = timedelta(seconds=15)
+    if transport == "memory":
+        bench.leases.give_back(deliveries)
+        bench.subscription.close()
+    else:
+        expired = timezone.now() - timedelta(seconds=1)
+        TransportMessage.objects.update(lease_expires_at=expired)
+    another.run()
+    # Then
+    assert (the_job().state, the_job().attempts) == ("completed", 1)
+    assert not JobFailure.objects.exists()
+
+
+def test_a_worker_without_a_sign_of_life_has_died(bench, another):
+    """As far as anybody can say: a sign that outlives the lease of a record says nothing."""
+    leases = another.leases
+    leases.alive_ttl = timedelta(seconds=15)
+    assert set(leases.died_among({"bench", "another", "gone"})) == {"gone"}
+    leases.alive_ttl = leases.runtime.settings.record_lease
+    assert set(leases.died_among({"bench", "another", "gone"})) == {"bench", "gone"}
 
 
 def test_a_lease_that_two_of_a_group_share_is_given_back_with_the_last_of_them(bench, another):

@@ -11,6 +11,7 @@ import pytest
 from django.db import IntegrityError, OperationalError, connection, connections, transaction
 
 from kjo_django.engine import failures
+from kjo_django.engine.attempt import Ending
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.runtime import get_coordination
@@ -218,3 +219,31 @@ def test_a_group_in_which_innodb_ended_a_deadlock_completes_nothing(
     assert entries() == {"a": 1, "b": 1, "c": 1}
     assert ProcessedEvent.objects.count() == 3
     assert settled(bench)
+
+
+def test_a_completion_is_announced_whose_record_is_known_to_be_gone(bench, transport, monkeypatch):
+    """Its COMMIT was not answered, and its consumer renewed its leases before it ran again."""
+    # Given
+    as_job(lambda job: None, "bench.unanswered").enqueue(job="a")
+    database, left = connections["default"], [True]
+    commit = database._commit
+
+    def unanswered():
+        commit()
+        if left and Job.objects.filter(state="completed").exists():
+            left.pop()
+            raise OperationalError("server closed the connection unexpectedly")
+
+    def renew(seconds):
+        if transport == "database":
+            bench.subscription._renew()
+        return False
+
+    monkeypatch.setattr(database, "_commit", unanswered)
+    monkeypatch.setattr("kjo_django.engine.group.answers", lambda using: False)
+    monkeypatch.setattr(bench.stopping, "wait", renew)
+    # When
+    deferred = bench.run()
+    # Then
+    assert (deferred, left) == ([], [])
+    assert bench.results == [Ending.COMPLETED]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.states import OPEN
+from kjo_django.transports.base import OutgoingRecord
 from tests.ledger.models import Entry
 from tests.unit.deliveries import (
     Bench,
@@ -324,6 +326,45 @@ def test_a_row_is_another_lanes_only_once_its_lease_is_given_back(
         bench.leases.give_back([delivery])
     assert answers == [set()]
     assert not bench.owned()
+
+
+on_the_database = pytest.mark.parametrize("transport", ["database"], indirect=True)
+
+
+@on_the_database
+def test_two_records_of_one_message_without_a_job_do_not_run_beside_each_other(
+    bench: Bench, transport: str, another: Bench
+) -> None:
+    """As of an event that is replayed while it runs, outside a transaction: no row and no marker
+    keeps the second one away."""
+    ran: list[str] = []
+
+    def outside(job: str) -> None:
+        # When the second one comes up while the first one runs
+        ran.append(job)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(another.pipeline.run, [copy]).result() == [copy]
+
+    # Given two records of a message that nobody enqueued here
+    as_job(outside, name="bench.outside", atomic=False)
+    headers = {"kjo-id": b"foreign-1", "kjo-type": b"bench.outside"}
+    record = OutgoingRecord(bench.queue.topic, b'{"job": "a"}', headers=headers)
+    bench.transport.publish([record, record])
+    (first,), (copy,) = bench.poll(1), another.poll(1)
+    assert bench.run([first]) == []
+    # Then
+    assert ran == ["a"]
+
+
+@on_the_database
+def test_what_ends_when_its_consumer_is_closed_is_acknowledged(
+    bench: Bench, transport: str, another: Bench
+) -> None:
+    """Its poller starts over after an error, and what it has begun goes on."""
+    as_job(lambda job: bench.subscription.close(), name="bench.closes").enqueue(job="a")
+    assert bench.run() == []
+    assert another.poll() == []
+    assert bench.lag() == 0
 
 
 # --- What counts ----------------------------------------------------------------------------------
