@@ -16,8 +16,8 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 290
-MOST_CLASSES = 582
+MOST_MODULES = 291
+MOST_CLASSES = 584
 MOST_CORE_LINES = 28_950
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

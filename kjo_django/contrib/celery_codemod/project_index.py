@@ -35,7 +35,7 @@ class Task:
     parameters: list[Parameter]
     """Without ``self`` of a bound one."""
     options: dict[str, ast.expr]
-    """Those of the decorator, and then those of the base class."""
+    """The options of the decorator; the options of a base class are added to them."""
     fault: str = ""
     """Why it cannot be a job, whatever its options; empty: it can."""
     inherited: dict[ast.expr, str] = field(default_factory=dict)
