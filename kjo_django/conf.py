@@ -85,7 +85,7 @@ EVENT_FORMATS = ("plain", "cloudevents-structured", "cloudevents-binary")
 
 @dataclass(frozen=True)
 class QueueOptions:
-    """One entry of ``QUEUES``. What is None is taken from the setting of the same name above it."""
+    """One entry of ``QUEUES``. An option that is None has the value of the setting of its name."""
 
     transport: str = option(text, "default", "Alias in TRANSPORTS.")
     database: str | None = option(
@@ -329,9 +329,9 @@ class Settings:
     max_outstanding: int = option(
         whole(1),
         5000,
-        "Maximum number of records that a worker has, waiting and running. A queue has at "
-        "most as many as it leaves free for others. On transports that can take records "
-        "back, most queues have far fewer: those that can start soon.",
+        "Maximum number of records that a worker has, waiting and running. One queue takes at "
+        "most as many as it leaves free for the other queues. On transports to which a worker "
+        "can give records back, most queues have far fewer: those that can start soon.",
     )
     max_outstanding_bytes: int = option(
         whole(1),

@@ -30,47 +30,50 @@ if TYPE_CHECKING:  # The registry is imported before there are models.
 
 @dataclass(frozen=True, slots=True)
 class HandlerOptions:
-    """How a handler's jobs are run. None means: as the queue or the settings say."""
+    """How a handler's jobs are run. An option that is None has the value of the queue or of the
+    settings."""
 
     name: str
     queue: str = "default"
     key: str | Callable[..., Any] | None = None
     """The payload field, or a function of the payload, that gives the ordering key."""
     priority: int = 0
-    """From -100 to 100, the highest first."""
+    """A number from -100 to 100; the jobs with the highest one run first."""
     max_attempts: int | None = None
     timeout: timedelta | None = None
     backoff: OwnBackoff | None = None
     retry_on: tuple[type[BaseException], ...] = ()
-    """The only errors that are tried again; none named: all."""
+    """The types of errors after which a job is tried again. Empty: after every error."""
     give_up_on: tuple[type[BaseException], ...] = ()
-    """Errors that are never tried again."""
+    """The types of errors after which a job is not tried again."""
     result_ttl: timedelta | None = None
     atomic: bool = True
-    """Run in the transaction that records the outcome. False: outside, under a renewed lease."""
+    """Whether the handler runs in the transaction that records the outcome. False: it runs outside
+    of that, under a lease that is renewed."""
     database_only: bool = False
-    """All it does is undone by a roll-back, so it may run without a savepoint of its own."""
+    """Whether a roll-back undoes all that the handler does, so that it needs no savepoint of its
+    own."""
     takes_context: bool = False
     batch: int | None = None
-    """Most jobs one call takes; None for a function of one job."""
+    """The highest number of jobs in one call. None: the function takes one job."""
     serializer: Serializer = JSON
     result_serializer: Serializer | None = None
-    """None: as the payload."""
+    """The serializer of the result. None: that of the payload."""
     rate: Rate | None = None
-    """How many of its jobs all workers together start in a time."""
+    """The number of its jobs that all workers together start in a time."""
     rate_key: str | Callable[..., Any] | None = None
-    """As ``key``: jobs of another value have a rate of their own."""
+    """A field or a function, as for ``key``. The jobs of each value have a rate of their own."""
     concurrency: int | None = None
-    """How many of its jobs run at once in all workers together."""
+    """The number of its jobs that run at once in all workers together."""
     concurrency_key: str | Callable[..., Any] | None = None
-    """As ``key``: jobs of another value are counted by themselves."""
+    """A field or a function, as for ``key``. The jobs of each value are counted by themselves."""
     redact: tuple[str, ...] = ()
-    """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
+    """The names of fields that no user is shown, in addition to those of ``KJO['REDACT']``."""
     schedule: ScheduleOptions | None = None
-    """When the job is enqueued periodically."""
+    """The schedule of a job that is enqueued periodically."""
     unique_for: timedelta | None = None
     unique_by: tuple[str, ...] | None = None
-    """The arguments that are compared for ``unique_for`` and ``debounce``; None: all."""
+    """The arguments that are compared for ``unique_for`` and ``debounce``. None: all of them."""
     debounce: timedelta | None = None
     debounce_max: timedelta | None = None
     on_conflict: str | None = None

@@ -20,7 +20,8 @@ from kjo_django.exceptions import KjoError
 from kjo_django.operations.actions import Action, Input, Kind, Report
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.dead_letters import ReplayReport
-from kjo_django.operations.translations import translated
+from kjo_django.operations.translations import ngettext_lazy, translated
+from kjo_django.refusals import shown
 
 Show = Callable[[str, int], None]
 """Shows a text on the next page, with a level of ``django.contrib.messages``."""
@@ -33,16 +34,31 @@ NOT_CHANGED = {
     "unchanged": _("%d needed no change."),
     "not_found": _("%d no longer there."),
     "forbidden": _("%d internal, which need the permission of what they do."),
-    "taken": _("%d have a unique id that another job of that queue has."),
-    "other_kind": _("%d are no jobs of a handler; they stay in the queue of their kind."),
-    "waiting": _("%d wait for other steps of their workflow."),
-    "limited": _("%d wait for a limit, which alone releases them; change the limit."),
+    "taken": ngettext_lazy(
+        "%d has a unique id that another job of that queue has.",
+        "%d have a unique id that another job of that queue has.",
+    ),
+    "other_kind": ngettext_lazy(
+        "%d is no job of a handler; it stays in the queue of its kind.",
+        "%d are no jobs of a handler; they stay in the queue of their kind.",
+    ),
+    "waiting": ngettext_lazy(
+        "%d waits for other steps of its workflow.", "%d wait for other steps of their workflow."
+    ),
+    "limited": ngettext_lazy(
+        "%d waits for a limit, which alone releases it; change the limit.",
+        "%d wait for a limit, which alone releases them; change the limit.",
+    ),
     "gone": _("%d ended already."),
-    "declared": _("%d declared by the code, which would bring them back."),
+    "declared": ngettext_lazy(
+        "%d declared by the code, which would bring it back.",
+        "%d declared by the code, which would bring them back.",
+    ),
     "broken": _("%d cannot be enqueued."),
     "stopping": _("%d asked to stop already, which nothing undoes."),
 }
 """By outcome: the reason why rows were not changed."""
+UNCHANGED = ngettext_lazy("%d left as it is.", "%d left as they are.")
 
 
 # --- Messages -------------------------------------------------------------------------------------
@@ -59,8 +75,8 @@ def show_report(show: Show, action: Action, report: Report) -> None:
         # Rows that were so already have the same outcome, and did not change.
         left = number - count if result == action.result else number
         if left > 0:
-            text = NOT_CHANGED.get(str(result), _("%d left as they are."))
-            show(str(text) % left, messages.WARNING)
+            text = NOT_CHANGED.get(str(result), UNCHANGED)
+            show(text(left) if callable(text) else str(text) % left, messages.WARNING)
 
 
 def _show_replay(show: Show, action: Action, report: ReplayReport) -> None:
@@ -82,7 +98,7 @@ def attempted(show: Show, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except (KjoError, ImproperlyConfigured, ValueError) as error:
-        show(str(error), messages.ERROR)
+        show(shown(error), messages.ERROR)
         return None
 
 

@@ -17,6 +17,7 @@ from kjo_django.limits import control
 from kjo_django.models import LimitControl
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
+from kjo_django.refusals import shown
 
 
 class LimitForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -37,7 +38,7 @@ class LimitForm(forms.ModelForm):  # type: ignore[type-arg]
                 try:
                     check(value)
                 except ValueError as error:
-                    self.add_error(field, str(error))
+                    self.add_error(field, shown(error))
         return self.cleaned_data
 
 

@@ -6,6 +6,7 @@ in a row, and wins over what was declared; running workers obey within two secon
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from django.db import transaction
 from django.db.models import BooleanField, Exists, ExpressionWrapper, OuterRef
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry, signals
 from kjo_django.clock import CLOCK
@@ -24,10 +26,11 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import lines
 from kjo_django.limits.rules import job_limit, queue_limit, rate_of
 from kjo_django.models import Job, LimitControl, is_scheduled
+from kjo_django.refusals import RefusedError, Wording
 from kjo_django.runtime import Runtime, current_runtime, get_coordination, refuse_elsewhere
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, many_grouped_counts
-from kjo_django.values import MOST_AT_ONCE, did_you_mean, rate, refuse_unknown, whole
+from kjo_django.values import MOST_AT_ONCE, rate, refuse_unknown, whole
 
 Observer = Callable[[Sequence[Any]], None]
 MOST_SHOWN = 100
@@ -237,14 +240,20 @@ def check_value(name: str, option: str, value: Any) -> Any:
     """
     if value is None:
         return "" if option == "rate" else None
+    if option == "concurrency" and name.startswith("queue:"):
+        text = _(
+            "concurrency must be of a job; that of a queue in one worker is changed by set_policy()"
+        )
+        raise RefusedError(text)
+    most = MOST_SLOTS if option == "concurrency" else MOST_AT_ONCE
     try:
-        if option == "rate":
-            return str(rate(value))
-        if option == "concurrency" and name.startswith("queue:"):
-            raise ValueError("of a job; that of a queue in one worker is changed by set_policy()")
-        return whole(1, MOST_SLOTS if option == "concurrency" else MOST_AT_ONCE)(value)
+        return str(rate(value)) if option == "rate" else whole(1, most)(value)
     except ValueError as error:
-        raise ValueError(f"{option} must be {error}, not {value!r:.80}") from None
+        wanted: object = error
+        if option != "rate":
+            wanted = Wording(_("a whole number from 1 to %(most)s"), {"most": most})
+        text = _("%(option)s must be %(wanted)s, not %(value).80s")
+        raise RefusedError(text, option=option, wanted=wanted, value=repr(value)) from None
 
 
 def check_name(name: str) -> None:
@@ -252,19 +261,26 @@ def check_name(name: str) -> None:
 
     :raises ValueError: none may.
     """
-    kind, _, of = name.partition(":")
+    kind, _colon, of = name.partition(":")
     known: Collection[str] = [handler.name for handler in registry.handlers()]
     if kind == "queue":
         known = registry.queue_names()
     elif kind != "job":
-        raise ValueError(f"A limit is named queue:… or job:…, not {name!r:.120}")
+        raise RefusedError(_("A limit is named queue:… or job:…, not %(name).120r"), name=name)
     if of not in known:
-        hint = did_you_mean(of, known, f"Known: {', '.join(known)}.")
-        raise ValueError(f"No {kind} is named {of!r:.120}. {hint}")
+        close = difflib.get_close_matches(of, list(known), n=1)
+        hint = Wording(_("Known: %(names)s."), {"names": ", ".join(known)})
+        if close:
+            hint = Wording(_("Did you mean %(name)r?"), {"name": close[0]})
+        text = _("No job is named %(name).120r. %(hint)s")
+        if kind == "queue":
+            text = _("No queue is named %(name).120r. %(hint)s")
+        raise RefusedError(text, name=of, hint=hint)
     if kind != "queue":
         return
     if registry.route_of(of) is not registry.JOBS:
-        raise ValueError(f"The queue {of!r} holds messages of other services, which have no limit")
+        text = _("The queue %(name)r holds messages of other services, which have no limit")
+        raise RefusedError(text, name=of)
     refuse_elsewhere(of)
 
 

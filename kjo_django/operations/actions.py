@@ -16,6 +16,7 @@ from typing import Any
 from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext_noop
 
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
@@ -35,6 +36,7 @@ from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
 from kjo_django.operations.translations import ngettext_lazy
+from kjo_django.refusals import RefusedError
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.states import JobStatus, WorkflowState
 
@@ -315,7 +317,7 @@ def _each_queue(change: Callable[..., bool]) -> Callable[..., Outcomes]:
 def _note(value: Any) -> str:
     text = str(value or "").strip()
     if not text:
-        raise ValueError("A note is needed that says why they are discarded")
+        raise RefusedError(gettext_noop("A note is needed that says why they are discarded"))
     return text[:MAX_NOTE]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from django.db.models import Q, QuerySet
 from django.utils.dateparse import parse_datetime
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry
 from kjo_django.clock import CLOCK
@@ -37,6 +38,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import Request, UserActor, actor_of
 from kjo_django.operations.rows import Observer, Progress, checked_rate
 from kjo_django.operations.search import JobFilter
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 
@@ -121,7 +123,8 @@ def change_or_start(
         if LIMIT not in action.inputs or not isinstance(selection, DeadLetterFilter):
             raise ValueError(f"{key} takes no limit")
         if not 0 < limit <= SYNCHRONOUS_LIMIT:
-            raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")
+            text = _("A limit must be from 1 to %(most)s, not %(limit)s")
+            raise RefusedError(text, most=SYNCHRONOUS_LIMIT, limit=repr(limit))
         # Their ids are fixed: a job that was interrupted must not go on with other letters.
         keys = dead_letters.select(selection).values_list("pk", flat=True)
         selection = DeadLetterFilter(ids=list(keys[:limit]))
@@ -272,7 +275,8 @@ def operations_queue() -> str:
     for name in filter(holds, registry.consumed_queue_names()):
         if registry.route_of(name) is registry.JOBS:
             return name
-    raise ValueError(
-        f"No worker would run it: no queue is named {wanted!r}, KJO['OPERATIONS_QUEUE'], and "
-        "none is declared"
+    text = _(
+        "No worker would run it: no queue is named %(name)r, KJO['OPERATIONS_QUEUE'], and none is "
+        "declared"
     )
+    raise RefusedError(text, name=wanted)

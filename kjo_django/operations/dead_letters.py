@@ -22,6 +22,7 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Length
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry, signals
 from kjo_django.clock import CLOCK
@@ -67,6 +68,7 @@ from kjo_django.operations.rows import (
     lock,
     no_progress,
 )
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import (
     current_runtime,
     get_coordination,
@@ -315,7 +317,7 @@ def processed(message_ids: Mapping[str, str]) -> set[str]:
 def _id(given: UUID | str) -> UUID:
     key = key_of(given)
     if key is None:
-        raise ValueError(f"{given!r:.80} is not the id of a dead letter")
+        raise RefusedError(_("%(value).80r is not the id of a dead letter"), value=given)
     return key
 
 
@@ -387,7 +389,8 @@ def edit_and_replay(
         return report
     of_job = letter.job.handler if letter.job is not None else ""
     if internal.is_internal(letter.handler) or internal.is_internal(of_job):
-        raise ValueError("An internal job cannot be edited: its payload says who may do what")
+        text = _("An internal job cannot be edited: its payload says who may do what")
+        raise RefusedError(text)
     value = _with_hidden(letter, value)
     check_payload_size(value)
     report.count(letter.reason, letter.handler, letter.error_type)
@@ -408,7 +411,7 @@ def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
             original = []  # nothing of it was shown, so nothing was hidden
         return serializer.dumps(redaction.restored(edited, *original))
     except RecursionError:
-        raise ValueError("The value is nested too deeply") from None
+        raise RefusedError(_("The value is nested too deeply")) from None
 
 
 def preview(
@@ -469,7 +472,8 @@ def discard(
     """
     note = note.strip()
     if not note:
-        raise ValueError("A note is needed that says why these dead letters are discarded")
+        text = _("A note is needed that says why these dead letters are discarded")
+        raise RefusedError(text)
     using = jobs_database()
     text = f"{note} ({actor})" if actor else note
     count = 0
@@ -759,7 +763,7 @@ class Replayer:
         except PublishError as error:
             answers = [Published(error=str(error))] * len(records)
         accepted = []
-        for (letter, _), answer in zip(pairs, answers, strict=True):
+        for (letter, _record), answer in zip(pairs, answers, strict=True):
             if answer.error is None:
                 accepted.append(letter)
                 self._failures_in_a_row, self._is_accepted = 0, True

@@ -11,12 +11,14 @@ from typing import Any
 
 from django.db import transaction
 from django.dispatch import Signal
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry, signals
 from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations.rows import Observer, on_commit
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.values import refuse_unknown
 
@@ -124,7 +126,10 @@ def _checked(name: str, value: Any) -> int | None:
     elif value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be a whole number{unit} from 1 to {most:,}, or None")
+        text = _("%(name)s must be a whole number from 1 to %(most)s, or None")
+        if unit:
+            text = _("%(name)s must be a whole number of seconds from 1 to %(most)s, or None")
+        raise RefusedError(text, name=name, most=most)
     return value
 
 
@@ -137,7 +142,7 @@ def _change(
     **facts: Any,
 ) -> bool:
     if not queue or len(queue) > 100:
-        raise ValueError(f"No queue has the name {queue!r:.120}")
+        raise RefusedError(_("No queue has the name %(name).120r"), name=queue)
     using = jobs_database()
     rows = QueueControl.objects.using(using)
     with transaction.atomic(using=using):

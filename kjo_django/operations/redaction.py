@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from django.db.models import Model, OuterRef, Subquery
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
@@ -18,6 +19,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
 from kjo_django.models import DeadLetter, Job, JobFailure, Worker, Workflow
+from kjo_django.refusals import RefusedError, Wording
 from kjo_django.runtime import jobs_database
 
 REDACTED = "[redacted]"
@@ -268,20 +270,20 @@ def _restored(edited: Any, original: Any, path: str) -> Any:
     if edited != REDACTED:
         return _restored_text(edited, original, path)
     if original is _MISSING:
-        raise ValueError(
-            f"{path or 'the value'} is {REDACTED}, but nothing was hidden there; write the value "
-            "itself"
-        )
+        text = _("%(path)s is %(mark)s, but nothing was hidden there; write the value itself")
+        raise RefusedError(text, path=path or Wording(_("the value")), mark=REDACTED)
     return original
 
 
 def _restored_list(edited: Sequence[Any], original: Any, path: str) -> list[Any]:
     known_items = original if isinstance(original, (list, tuple)) else []
     if len(known_items) != len(edited):
-        raise ValueError(
-            f"{path or 'the value'} had {len(known_items)} items and now has {len(edited)}: which "
-            "hidden value belongs to which cannot be told; write the values themselves"
+        text = _(
+            "%(path)s had %(before)s items and now has %(now)s: which hidden value belongs to "
+            "which cannot be told; write the values themselves"
         )
+        name = path or Wording(_("the value"))
+        raise RefusedError(text, path=name, before=len(known_items), now=len(edited))
     return [
         _restored(each, known, f"{path}[{place}]")
         for place, (each, known) in enumerate(zip(edited, known_items, strict=True))

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from django.db import IntegrityError, transaction
 from django.db.models import Case, Q, When
 from django.db.models.functions import Coalesce
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry, signals, states
 from kjo_django.clock import CLOCK
@@ -25,6 +26,7 @@ from kjo_django.operations import internal
 from kjo_django.operations.audit import send_after_commit
 from kjo_django.operations.jobs import ChangeResult, Outcomes, Selection, change_open_jobs, send
 from kjo_django.operations.rows import ChangeOptions
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import current_runtime, database_of, jobs_database
 from kjo_django.states import JobState
 
@@ -135,12 +137,13 @@ def _target(queue: str) -> QueueConf:
     """
     target = get_settings().queue(known_queue(queue))
     if not target.consume:
-        raise ValueError(f"No worker of this project consumes the queue {queue!r}")
+        raise RefusedError(_("No worker of this project consumes the queue %(queue)r"), queue=queue)
     if (jobs_are_in := database_of(queue)) != (here := jobs_database()):
-        raise ValueError(
-            f"The jobs of the queue {queue!r} are in the database {jobs_are_in!r}, these are in "
-            f"{here!r}, and a job stays in its database."
+        text = _(
+            "The jobs of the queue %(queue)r are in the database %(other)r, these are in "
+            "%(here)r, and a job stays in its database."
         )
+        raise RefusedError(text, queue=queue, other=jobs_are_in, here=here)
     return target
 
 

@@ -10,7 +10,9 @@ from uuid import UUID
 
 from django.db import connections, transaction
 from django.db.models import F, Model, QuerySet
+from django.utils.translation import gettext_noop as _
 
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import jobs_database
 from kjo_django.store import store_for
 from kjo_django.values import number
@@ -138,8 +140,9 @@ def checked_rate(rate: float | None) -> float | None:
         return None
     try:
         return number(RATE_MIN, RATE_MAX)(rate)
-    except ValueError as error:
-        raise ValueError(f"The rate must be {error} a second, not {rate!r}") from None
+    except ValueError:
+        text = _("The rate must be a number from %(least)s to %(most)s a second, not %(rate)s")
+        raise RefusedError(text, least=RATE_MIN, most=RATE_MAX, rate=repr(rate)) from None
 
 
 class Pace:

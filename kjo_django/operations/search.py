@@ -25,6 +25,7 @@ from django.db.models import Count, F, Q, QuerySet
 from django.db.models.functions import Length
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry
 from kjo_django.clock import CLOCK
@@ -36,6 +37,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, WorkflowStage, is_scheduled
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.operations.rows import batched, key_of
+from kjo_django.refusals import RefusedError, Wording
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
 from kjo_django.states import OPEN, JobState, JobStatus
@@ -47,7 +49,7 @@ MAX_LENGTH = 40_000
 MAX_IDS = 1000
 MAX_WORDS = 100
 """Each is a condition; SQLite refuses a thousand."""
-NEEDS_PAYLOADS = (
+NEEDS_PAYLOADS = _(
     "To search payloads, keys, unique ids and error texts takes the permission to see payloads."
 )
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
@@ -97,7 +99,7 @@ class JobFilter:
         """
         asked = [name for name in ("key", "unique_id", "error") if getattr(self, name) is not None]
         if asked or self.arguments:
-            raise ValueError(NEEDS_PAYLOADS)
+            raise RefusedError(NEEDS_PAYLOADS)
         return replace(self, is_limited=True)
 
     @property
@@ -131,9 +133,9 @@ def parse(text: str) -> JobFilter:
     :raises ValueError: the text is no search; the message says why and suggests a correction.
     """
     if len(text) > MAX_LENGTH:
-        raise ValueError(f"A search has at most {MAX_LENGTH} characters")
+        raise RefusedError(_("A search has at most %(most)s characters"), most=MAX_LENGTH)
     if storable_text(text) != text:
-        raise ValueError("The search holds a character that no database keeps")
+        raise RefusedError(_("The search holds a character that no database keeps"))
     found: dict[str, Any] = {}
     arguments: list[tuple[str, str]] = []
     words: list[str] = []
@@ -145,12 +147,12 @@ def parse(text: str) -> JobFilter:
         else:
             name = _QUALIFIERS.get(_ALIASES.get(qualifier, qualifier))
             if name is None:
-                raise ValueError(_unknown(qualifier))
+                raise _unknown(qualifier)
             if name in found:
-                raise ValueError(f"{qualifier}: is given twice")
+                raise RefusedError(_("%(name)s: is given twice"), name=qualifier)
             found[name] = _CONVERT.get(name, _some_text)(qualifier, value)
     if len(words) + len(arguments) > MAX_WORDS:
-        raise ValueError(f"A search has at most {MAX_WORDS} words and args.")
+        raise RefusedError(_("A search has at most %(most)s words and args."), most=MAX_WORDS)
     return JobFilter(**found, arguments=tuple(arguments), words=tuple(words))
 
 
@@ -176,10 +178,13 @@ def _tokens(text: str) -> list[tuple[str | None, str]]:
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None or (match.end() < len(text) and not text[match.end()].isspace()):
-            raise ValueError(f"A quote is not closed, or text follows it: {text[place:].strip()}")
+            remainder = text[place:].strip()
+            raise RefusedError(
+                _("A quote is not closed, or text follows it: %(text)s"), text=remainder
+            )
         name, value, word = match["name"], match["value"], match["word"]
         if name is not None and value is None:
-            raise ValueError(f"{name}: needs a value, without a space before it")
+            raise RefusedError(_("%(name)s: needs a value, without a space before it"), name=name)
         text_of = value if name is not None else word
         if text_of.startswith('"'):
             text_of = re.sub(r"\\(.)", r"\1", text_of[1:-1], flags=re.DOTALL)
@@ -188,47 +193,53 @@ def _tokens(text: str) -> list[tuple[str | None, str]]:
     return tokens
 
 
-def _unknown(qualifier: str) -> str:
+def _unknown(qualifier: str) -> RefusedError:
     known = [*_QUALIFIERS, "args."]
     close = difflib.get_close_matches(qualifier, known, n=1)
-    hint = f"did you mean {close[0]}:?" if close else f"known are {', '.join(known)}<name>."
-    return f"There is no {qualifier}: to search by; {hint} To look for the text itself, quote it."
+    hint = Wording(_("known are %(names)s."), {"names": f"{', '.join(known)}<name>"})
+    if close:
+        hint = Wording(_("did you mean %(name)s?"), {"name": f"{close[0]}:"})
+    text = _("There is no %(name)s: to search by; %(hint)s To look for the text itself, quote it.")
+    return RefusedError(text, name=qualifier, hint=hint)
 
 
 def _some_text(qualifier: str, value: str) -> str:
     if not value or len(value) > 255:
-        raise ValueError(f"{qualifier}: takes text of 1 to 255 characters")
+        raise RefusedError(_("%(name)s: takes text of 1 to 255 characters"), name=qualifier)
     return value
 
 
 def _state(qualifier: str, value: str) -> str:
     if value not in JobStatus.values:
         close = difflib.get_close_matches(value, JobStatus.values, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(JobStatus.values)}."
-        raise ValueError(f"{value!r:.80} is not a state; {hint}")
+        hint = Wording(_("there are %(names)s."), {"names": ", ".join(JobStatus.values)})
+        if close:
+            hint = Wording(_("did you mean %(name)s?"), {"name": close[0]})
+        raise RefusedError(_("%(value).80r is not a state; %(hint)s"), value=value, hint=hint)
     return str(value)
 
 
 def _ids(qualifier: str, value: str) -> tuple[UUID, ...]:
     parts = value.split(",")
     if len(parts) > MAX_IDS:
-        raise ValueError(f"id: takes at most {MAX_IDS} ids")
+        raise RefusedError(_("id: takes at most %(most)s ids"), most=MAX_IDS)
     try:
         return tuple(UUID(part) for part in parts)
     except ValueError:
-        raise ValueError(f"id: takes ids of jobs, not {value!r:.80}") from None
+        raise RefusedError(_("id: takes ids of jobs, not %(value).80r"), value=value) from None
 
 
 def _id(qualifier: str, value: str) -> UUID:
     try:
         return UUID(value)
     except ValueError:
-        raise ValueError(f"{qualifier}: takes an id, not {value!r:.80}") from None
+        text = _("%(name)s: takes an id, not %(value).80r")
+        raise RefusedError(text, name=qualifier, value=value) from None
 
 
 def _attempts(qualifier: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 9:
-        raise ValueError(f"attempts: takes a whole number, not {value!r:.80}")
+        raise RefusedError(_("attempts: takes a whole number, not %(value).80r"), value=value)
     return int(value)
 
 
@@ -244,16 +255,18 @@ def _moment(qualifier: str, value: str) -> Moment:
     if day is not None:
         moment = datetime.combine(day, time())
     if moment is None or not 1970 < moment.year < 9000:
-        known = "2026-01-31, 2026-01-31T12:00 or 2h"
-        raise ValueError(f"{qualifier}: takes a time such as {known}, not {value!r:.80}")
+        text = _(
+            "%(name)s: takes a time such as 2026-01-31, 2026-01-31T12:00 or 2h, not %(value).80r"
+        )
+        raise RefusedError(text, name=qualifier, value=value)
     return timezone.make_aware(moment) if timezone.is_naive(moment) else moment
 
 
 def _path(path: str) -> str:
     if any(is_redacted(part) for part in path.split(".")):
-        raise ValueError(f"args.{path} is a secret; it is not searched")
+        raise RefusedError(_("%(name)s is a secret; it is not searched"), name=f"args.{path}")
     if not all(path.split(".")):
-        raise ValueError("args. takes the name of a field, such as args.order_id:17")
+        raise RefusedError(_("args. takes the name of a field, such as args.order_id:17"))
     return path
 
 

@@ -19,6 +19,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from django.utils.translation import gettext_noop as _
+
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue import storing
@@ -42,6 +44,7 @@ from kjo_django.operations.dead_letters import (
 )
 from kjo_django.operations.jobs import close_as_replayed, requeue
 from kjo_django.operations.rows import Pace, Progress, checked_rate, no_progress
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
@@ -73,9 +76,10 @@ class TopicReplay:
 
     def __post_init__(self) -> None:
         if self.target == self.topic:
-            raise ValueError(f"The target is the source itself: {self.topic!r}")
+            raise RefusedError(_("The target is the source itself: %(topic)r"), topic=self.topic)
         if self.selection.fingerprint is not None:
-            raise ValueError("Records of a topic have no fingerprint; filter by error or type")
+            text = _("Records of a topic have no fingerprint; filter by error or type")
+            raise RefusedError(text)
         checked_rate(self.rate)
 
     @property

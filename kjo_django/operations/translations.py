@@ -79,6 +79,12 @@ def grouped(count: float) -> str:
     return number_format(count, force_grouping=True)
 
 
+def decimal(value: float, places: int) -> str:
+    """Return a number, rounded to so many decimal places, with the decimal separator of the active
+    language."""
+    return number_format(f"{value:.{places}f}", places)
+
+
 def translated(value: object) -> str:
     """Return a text of ``TEXTS`` or ``PATTERNS`` in the active language, any other unchanged."""
     text = str(value)

@@ -18,7 +18,7 @@ from django.utils.translation import ngettext
 
 from kjo_django.clock import CLOCK
 from kjo_django.messages.serializers import one_line
-from kjo_django.operations.translations import grouped
+from kjo_django.operations.translations import decimal, grouped
 from kjo_django.runtime import Runtime, transport_class
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
@@ -71,23 +71,26 @@ def render(worker: Worker) -> str:
     failures, uptime = s["failed"] + s["retried"], f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
     counts = {name: grouped(s[name]) for name in ("queue_length", "processed", "failed")}
     values = {**s, **counts, "failures": grouped(failures), "uptime": uptime}
+    values["success_percent"] = decimal(s["success_percent"], 1)
+    values["capacity_percent"] = decimal(s["capacity_percent"], 2)
+    values["per_minute"] = decimal(s["per_minute"], 2)
     values["started"] = timezone.localtime(worker.statistics.started_at).strftime("%I:%M %p")
     success = ngettext(
-        "%(success_percent).1f%% (%(failures)s failures)",
-        "%(success_percent).1f%% (%(failures)s failures)",
+        "%(success_percent)s%% (%(failures)s failures)",
+        "%(success_percent)s%% (%(failures)s failures)",
         failures,
     )
     if s["retried"]:
         success = ngettext(
-            "%(success_percent).1f%% (%(failures)s failures, %(failed)s for good)",
-            "%(success_percent).1f%% (%(failures)s failures, %(failed)s for good)",
+            "%(success_percent)s%% (%(failures)s failures, %(failed)s for good)",
+            "%(success_percent)s%% (%(failures)s failures, %(failed)s for good)",
             failures,
         )
-    active = _("%(active)s/%(concurrency)s (%(capacity_percent).2f%% capacity)")
+    active = _("%(active)s/%(concurrency)s (%(capacity_percent)s%% capacity)")
     facts = {
         _("Active Tasks:"): active % values,
         _("Queue Length:"): _("%(queue_length)s (waiting for slot)") % values,
-        _("Total Processed:"): _("%(processed)s (%(per_minute).2f/min average)") % values,
+        _("Total Processed:"): _("%(processed)s (%(per_minute)s/min average)") % values,
         _("Success Rate:"): success % values,
         _("Uptime:"): _("%(uptime)s (started %(started)s)") % values,
         _("Active Partitions:"): _partitions(s["partitions"]),
@@ -120,7 +123,7 @@ def _age(moment: datetime) -> str:
 
 def _memory(used: int, limit: int | None) -> str:
     text = f"{used / 2**20:.0f}MB"
-    return f"{text} / {limit / 2**20:.0f}MB ({100 * used / limit:.1f}%)" if limit else text
+    return f"{text} / {limit / 2**20:.0f}MB ({decimal(100 * used / limit, 1)}%)" if limit else text
 
 
 class StatusReporter:

@@ -16,8 +16,8 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 289
-MOST_CLASSES = 578
+MOST_MODULES = 292
+MOST_CLASSES = 586
 MOST_CORE_LINES = 29_200
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

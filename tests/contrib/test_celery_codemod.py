@@ -157,7 +157,7 @@ def test_a_declaration_becomes(celery: str, here: str, declared: Rewrite) -> Non
 @pytest.mark.parametrize(
     ("celery", "why"),
     [
-        ("@shared_task(base=Logged)\ndef act(x): ...", "base=… has no equal"),
+        ("@shared_task(base=Logged)\ndef act(x): ...", "Logged is in no file that was read"),
         ("@shared_task(expires=60)\ndef act(x): ...", "expires=… has no equal"),
         ("@shared_task(max_retries=None)\ndef act(x): ...", "tries for ever"),
         ("@shared_task(**options)\ndef act(x): ...", "by * or **"),
@@ -206,6 +206,185 @@ def test_a_task_that_uses_what_celery_alone_has_is_left(name: str, project: Proj
     # Then
     assert path.read_text() == before
     assert any(f"uses Celery's {last}" in each for each in project.reasons)
+
+
+BASE = """
+from celery import Task
+from shop.errors import Gone
+
+LIMIT = 5
+
+
+class Patient(Task):
+    abstract = True
+    max_retries = 2
+    autoretry_for = (Gone,)
+    acks_late = True
+
+
+class Slow(Patient):
+    time_limit: int = 900
+    retry_backoff = True
+    max_retries = LIMIT
+"""
+
+
+@pytest.fixture
+def based(project: Project) -> Rewrite:
+    """What a declaration becomes whose base classes are those of ``shop/base.py``."""
+
+    def rewrite(code: str, base: str = BASE, imports: str = "from shop.base import Slow") -> str:
+        project.write("shop/base.py", base)
+        head = f"from celery import shared_task\n{imports}\n\n\n"
+        path = project.write("shop/tasks.py", head + textwrap.dedent(code).lstrip())
+        project.migrate()
+        return path.read_text()
+
+    return rewrite
+
+
+def test_the_attributes_of_a_base_class_become_options_of_its_tasks(
+    based: Rewrite, project: Project
+) -> None:
+    # When
+    code = based("@shared_task(base=Slow, queue='a')\ndef act(x): ...\n")
+    # Then
+    assert code == (
+        "from kjo_django import exponential, job\n"
+        "from shop.base import LIMIT\n"
+        "from shop.errors import Gone\n\n\n"
+        "@job(queue='a', retry_on=(Gone,), timeout=900, backoff=exponential(1, max=600), "
+        "max_attempts=LIMIT + 1)\n"
+        "def act(x): ...\n"
+    )
+    assert project.report.counts["declarations", "left"] == 0
+    assert project.reasons.count("class Slow: its options are those of act now") == 1
+    assert project.reasons.count("class Patient: its options are those of act now") == 1
+
+
+def test_an_option_of_the_decorator_is_stronger_than_that_of_the_base_class(
+    based: Rewrite,
+) -> None:
+    # When
+    code = based("@shared_task(base=Slow, max_retries=0, time_limit=None)\ndef act(x): ...\n")
+    # Then
+    assert "max_attempts=1" in code
+    assert "LIMIT" not in code
+    assert "timeout" not in code
+
+
+def test_a_class_that_two_bases_share_is_the_last_to_be_asked(based: Rewrite) -> None:
+    # Given
+    base = """
+        from celery import Task
+
+        class Common(Task):
+            priority = 1
+
+        class Left(Common): ...
+
+        class Right(Common):
+            priority = 2
+
+        class Both(Left, Right): ...
+    """
+    # When
+    code = based("@shared_task(base=Both)\ndef act(x): ...\n", base, "from .base import Both")
+    # Then
+    assert "@job(priority=2)" in code
+
+
+def test_celerys_own_class_gives_nothing(based: Rewrite) -> None:
+    code = based("@shared_task(base=Task)\ndef act(x): ...\n", imports="from celery import Task")
+    assert code.endswith("@job\ndef act(x): ...\n")
+    assert "celery" not in code
+
+
+def test_what_a_base_class_does_after_a_task_is_named_by_its_line(
+    based: Rewrite, project: Project
+) -> None:
+    # Given
+    base = """
+        from celery import Task
+
+
+        class Logged(Task):
+            def on_failure(self, exc, task_id, args, kwargs, einfo):
+                log(exc)
+
+            def on_success(self, retval, task_id, args, kwargs):
+                log(retval)
+
+            def note(self): ...
+    """
+    # When
+    tasks = "".join(f"@shared_task(base=Logged)\ndef act{n}(x): ...\n\n\n" for n in range(5))
+    code = based(tasks, base, "from shop.base import Logged")
+    # Then
+    assert code.count("@job\n") == 5
+    found = {each.what: each for each in project.report.findings}
+    failure = found["Logged.on_failure"]
+    assert (failure.file.rpartition("/")[2], failure.line, failure.is_left) == ("base.py", 5, True)
+    assert failure.why.endswith("the base class of act0, act1, act2 and 2 more")
+    assert "signals.job_failed" in failure.to_do
+    assert "signals.job_completed" in found["Logged.on_success"].to_do
+    assert "Logged.note" not in found
+
+
+def test_the_methods_of_a_class_without_celery_in_its_file_are_named(
+    based: Rewrite, project: Project
+) -> None:
+    # Given
+    project.write("shop/mixins.py", "class Noted:\n    def after_return(self): ...\n")
+    base = """
+        from celery import Task
+        from .mixins import Noted
+
+        class Both(Noted, Task): ...
+    """
+    # When
+    based("@shared_task(base=Both)\ndef act(x): ...\n", base, "from shop.base import Both")
+    # Then
+    assert any(each.startswith("Noted.after_return") for each in project.reasons)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("def __call__(self, *a, **k): ...", "base.py:6) has __call__()"),
+        ("def apply_async(self, *a, **k): ...", "base.py:6) has apply_async()"),
+        ("serializer = 'pickle'", "payloads here are JSON"),
+        ("expires = 60", "expires=… has no equal"),
+        ("max_retries = None", "tries for ever"),
+        ("N = 7; max_retries = N", "and N has no name in the task's file"),
+        ("autoretry_for = (Lost,)", "and Lost has no name in the task's file"),
+        ("autoretry_for = (OSError,)", "and OSError has no name in the task's file"),
+        ("if DEBUG: max_retries = 1", "sets max_retries by a condition"),
+        ("def helper(self): ...", "uses self.helper"),
+    ],
+)
+def test_a_task_with_a_base_class_is_left(
+    body: str, why: str, based: Rewrite, project: Project
+) -> None:
+    # Given
+    base = f"from celery import Task\nfrom .errors import Lost\n\n\nclass Own(Task):\n    {body}\n"
+    code = "OSError = 1\n\n\n@shared_task(base=Own, bind=True)\ndef act(self): self.helper()\n"
+    if "helper" not in body:
+        code = code.replace("self.helper()", "...")
+    # When
+    after = based(code, base, "from shop.base import Own")
+    # Then
+    assert "@shared_task(base=Own, bind=True)" in after
+    assert any(why in each for each in project.reasons), project.reasons
+    assert not any("its options are those of" in each for each in project.reasons)
+
+
+def test_a_class_of_celery_once_is_answered_by_unique_jobs(
+    based: Rewrite, project: Project
+) -> None:
+    code = "@shared_task(base=QueueOnce)\ndef act(): ...\n"
+    based(code, imports="from celery_once import QueueOnce")
+    assert any("unique_for" in each.to_do for each in project.report.findings)
 
 
 def test_a_result_that_celery_did_not_keep_is_named(declared: Rewrite, project: Project) -> None:
@@ -896,6 +1075,72 @@ def test_settings_become_one(project: Project) -> None:
             "often": {"job": "shop.send", "every": 300, "payload": {"order_id": 1}},
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("queue", "head"),
+    [
+        ("MAILS", 'MAILS = "mails"'),
+        ("constants.MAILS", "from shop import constants"),
+        ("Queues.MAILS", 'class Queues:\n    MAILS = "mails"'),
+        ("Queues.MAILS.value", "from shop.constants import Queues"),
+        ("settings.MAILS", "from django.conf import settings"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use", ["@shared_task(queue={})\ndef a(): ...", "send.apply_async((7,), queue={})"]
+)
+def test_the_settings_name_a_queue_that_is_a_constant(
+    use: str, queue: str, head: str, project: Project
+) -> None:
+    # Given
+    project.write("shop/constants.py", 'MAILS = "mails"\nclass Queues:\n    MAILS = "mails"\n')
+    path = project.write("bazaar/settings.py", 'CELERY_BROKER_URL = "redis://"\nMAILS = "mails"\n')
+    code = f"from celery import shared_task\nfrom shop.tasks import send\n{head}\n\n"
+    project.write("shop/more.py", code + use.format(queue) + "\n")
+    # When
+    project.migrate()
+    # Then
+    assert '"QUEUES": {"mails": {}},' in path.read_text()
+    assert not any(each.startswith("queue=") for each in project.reasons)
+
+
+def test_the_settings_name_the_queue_of_a_base_class(based: Rewrite, project: Project) -> None:
+    # Given
+    path = project.write("bazaar/settings.py", 'CELERY_BROKER_URL = "redis://"\n')
+    base = 'from celery import Task\nQ = "slow"\n\n\nclass Slow(Task):\n    queue = Q\n'
+    # When
+    code = based("@shared_task(base=Slow)\ndef act(): ...\n", base)
+    # Then
+    assert code.endswith("from shop.base import Q\n\n\n@job(queue=Q)\ndef act(): ...\n")
+    assert '"QUEUES": {"slow": {}},' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "@shared_task(queue=environ['Q'])\ndef a(): ...",
+        "@shared_task(queue=TWICE)\ndef a(): ...",
+        "@shared_task(queue=settings.TWO)\ndef a(): ...",
+        "@shared_task(queue=settings.NONE)\ndef a(): ...",
+        "def act(ONCE): send.apply_async((7,), queue=ONCE)",
+        "def act(): ONCE = 'x'; send.apply_async((7,), queue=ONCE)",
+    ],
+)
+def test_a_queue_whose_name_is_not_known_is_named(code: str, project: Project) -> None:
+    # Given
+    path = project.write("bazaar/settings/base.py", 'CELERY_BROKER_URL = "redis://"\nTWO = "a"\n')
+    project.write("bazaar/settings/live.py", 'TWO = "b"\n')
+    head = "from celery import shared_task\nfrom django.conf import settings\n"
+    head += "from shop.tasks import send\nTWICE = 'a'\nTWICE = 'b'\nONCE = 'c'\n"
+    project.write("shop/more.py", head + code + "\n")
+    # When
+    project.migrate()
+    # Then
+    assert '"QUEUES": {},' in path.read_text()
+    found = [each for each in project.report.findings if each.what.startswith("queue=")]
+    assert [(Path(each.file).name, each.line) for each in found] == [("more.py", 7)]
+    assert found[0].to_do == "name it in KJO['QUEUES']"
 
 
 def test_a_schedule_that_cannot_be_moved_stays_with_all_of_them(project: Project) -> None:

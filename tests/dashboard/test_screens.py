@@ -777,6 +777,12 @@ def test_a_search_that_cannot_be_understood_says_why(everybody):
     assert 'role="alert"' in page
 
 
+def test_a_search_that_cannot_be_understood_says_why_in_german(everybody, settings):
+    settings.LANGUAGE_CODE = "de"
+    page = everybody.get(url("jobs") + "?q=state:faild").content.decode()
+    assert "ist kein Zustand; meinten Sie failed?" in page
+
+
 def test_the_search_suggests_what_there_is_to_those_who_may_ask_for_it(operator):
     def suggested(*codenames):
         page = operator("view_dashboard", "view_job", *codenames).get(url("jobs")).content.decode()

@@ -266,6 +266,14 @@ def test_a_refused_command_says_so_in_german(german: None) -> None:
 
 
 @pytest.mark.django_db
+def test_a_value_that_an_operation_refuses_is_named_in_german(german: None) -> None:
+    with pytest.raises(CommandError, match="Keine Warteschlange heißt 'defalt'. Meinten Sie"):
+        call_command("kjo_limits", "set", "queue:defalt", "--rate", "1/s")
+    with pytest.raises(CommandError, match="No queue is named 'defalt'. Did you mean"):
+        call_command("kjo_limits", "set", "queue:defalt", "--rate", "1/s", "--json")
+
+
+@pytest.mark.django_db
 @pytest.mark.parametrize("command", ["kjo_health", "kjo_status", "kjo_prune", "kjo_topics"])
 def test_json_is_in_english_in_every_language(settings: Any, command: str) -> None:
     more = {"kjo_topics": ["plan"], "kjo_health": ["--timeout", "20"]}.get(command, [])

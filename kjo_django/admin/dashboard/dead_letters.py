@@ -13,7 +13,7 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import Http404, HttpResponse, QueryDict
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.actions import show_report
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, screen_of, shared
@@ -34,6 +34,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, processed
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
+from kjo_django.refusals import shown
 from kjo_django.runtime import jobs_database
 
 SIZE = 50
@@ -82,7 +83,7 @@ def show_groups(page: Page) -> HttpResponse:
             **_context(page, selection),
             "rows": rows,
             "shown": GROUPS,
-            "summary": _("%d groups of errors") % len(rows),
+            "summary": ngettext("%d group of errors", "%d groups of errors", len(rows)) % len(rows),
         },
         controls="letters_form.html",
         title=_("Dead letters"),
@@ -95,7 +96,7 @@ def show_letters(page: Page) -> HttpResponse:
     try:
         letters, older = _page(selection, page.request.GET.get("after", ""))
     except ValueError as error:
-        page.message(str(error), messages.ERROR)
+        page.message(shown(error), messages.ERROR)
         return page.back("letters")
     if not page.may("view_payload"):
         redaction.hide_texts(letters)
@@ -215,7 +216,7 @@ def edit(page: Page, letter: UUID) -> HttpResponse:
                 on_changed=page.audit(action.log_entry({})),
             )
         except (KjoError, ValueError) as error:
-            problem = str(error)
+            problem = shown(error)
         else:
             show_report(page.message, action, report)
             if found.job_id is not None and page.may("view_job"):

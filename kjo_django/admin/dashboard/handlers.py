@@ -7,7 +7,7 @@ from typing import Any
 from django.http import Http404, HttpResponse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django import registry
 from kjo_django.admin.dashboard import jobs, overview
@@ -32,10 +32,11 @@ def show(page: Page) -> HttpResponse:
     rows = [_row(name, known.get(name, ""), done.get(name)) for name in {*known, *done}]
     rows.sort(key=lambda row: (-row["lanes"], -row["attempts"], row["name"]))
     failed = sum(figures.failed for figures in done.values())
-    summary = _("%(count)s handlers, %(failed)s jobs failed in the last hour")
+    handlers = ngettext("%s handler", "%s handlers", len(rows)) % number(len(rows))
+    jobs = ngettext("%s job failed in the last hour", "%s jobs failed in the last hour", failed)
     context = {
         "rows": rows,
-        "summary": summary % {"count": number(len(rows)), "failed": number(failed)},
+        "summary": f"{handlers}, {jobs % number(failed)}",
     }
     return page.show("handlers.html", context, title=_("Handlers"))
 
@@ -43,7 +44,8 @@ def show(page: Page) -> HttpResponse:
 def _row(name: str, queue: str, figures: metrics.Summary | None) -> dict[str, Any]:
     found = figures or metrics.Summary(sparkline=[0])
     attempts = found.completed + found.retried + found.failed
-    total = _("%s jobs in the last hour") % number(found.completed)
+    text = ngettext("%s job in the last hour", "%s jobs in the last hour", found.completed)
+    total = text % number(found.completed)
     return {
         "name": name,
         "queue": queue,

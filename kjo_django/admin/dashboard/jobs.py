@@ -16,7 +16,7 @@ from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django import registry, states
+from kjo_django import refusals, registry, states
 from kjo_django.admin.dashboard.figures import at_least, duration
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.admin.display import one_line, seconds_taken, short_arguments
@@ -51,7 +51,7 @@ def show_list(page: Page) -> HttpResponse:
                 size=SIZE,
             )
         except ValueError as error:
-            wrong = str(error)
+            wrong = refusals.shown(error)
     if listed is not None and not page.may("view_payload"):
         hide_texts(listed.rows)
     rows: Sequence[Any] = () if listed is None else listed.rows
@@ -134,12 +134,12 @@ def search_of(page: Page) -> tuple[str, search.JobFilter | None, str]:
     try:
         found = search.parse(text)
     except ValueError as error:
-        return text, None, str(error)
+        return text, None, refusals.shown(error)
     if not page.may("view_payload"):
         try:
             found = found.limited()
         except ValueError as error:
-            return text, None, str(error)
+            return text, None, refusals.shown(error)
     return text, found, ""
 
 

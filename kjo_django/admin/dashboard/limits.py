@@ -11,7 +11,7 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import Q, Sum
 from django.http import Http404, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard.figures import at_least, number
@@ -34,10 +34,9 @@ def show(page: Page) -> HttpResponse:
     """Show all limits, and how they are used."""
     rows = [{**row, **_use(row), "buttons": _buttons(page, row)} for row in shared(NAME, _found)]
     waiting = sum(row["waiting_count"] for row in rows)
-    summary = _("%(count)d limits, %(waiting)d jobs wait") % {
-        "count": len(rows),
-        "waiting": waiting,
-    }
+    limits = ngettext("%d limit", "%d limits", len(rows)) % len(rows)
+    jobs = ngettext("%d job waits", "%d jobs wait", waiting) % waiting
+    summary = f"{limits}, {jobs}"
     values = {"rows": rows, "summary": summary}
     return page.show("limits.html", values, title=_("Limits"))
 

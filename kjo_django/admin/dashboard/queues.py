@@ -53,7 +53,8 @@ def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         figures = done.get(row["queue"])
         values = figures.sparkline if figures else []
         total = number(sum(values))
-        summary = _("%s jobs in the last hour") % total
+        text = ngettext("%s job in the last hour", "%s jobs in the last hour", sum(values))
+        summary = text % total
         working = [
             worker for worker in workers if worker["is_alive"] and row["queue"] in worker["queues"]
         ]
@@ -79,7 +80,8 @@ def _buttons(page: Page, row: dict[str, Any], name: str = "") -> list[dict[str, 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
     paused = sum(row["is_paused"] for row in rows)
-    return _("%(count)d queues, %(paused)d paused") % {"count": len(rows), "paused": paused}
+    queues = ngettext("%d queue", "%d queues", len(rows)) % len(rows)
+    return f"{queues}, {_('%d paused') % paused}"
 
 
 def show_one(page: Page, queue: str) -> HttpResponse:

@@ -12,7 +12,7 @@ from uuid import UUID
 from django.http import Http404, HttpResponse
 from django.utils import timezone
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard import graph
 from kjo_django.admin.dashboard.figures import number
@@ -51,6 +51,7 @@ def show_list(page: Page) -> HttpResponse:
         raise Http404(str(error)) from None
     offered = [each for each in button_actions(Subject.WORKFLOWS) if not each.has_required_inputs]
     rows = _rows(page, listed.rows)
+    summary = ngettext("%d workflow on this page", "%d workflows on this page", len(rows))
     return page.show(
         "workflows.html",
         {
@@ -61,7 +62,7 @@ def show_list(page: Page) -> HttpResponse:
             "actions": [each for each in offered if page.allows(each)],
             "links": _links(text, state, listed),
             "limit": COUNT_LIMIT,
-            "summary": _("%d workflows on this page") % len(rows),
+            "summary": summary % len(rows),
         },
         controls="workflows_form.html",
         title=_("Workflows"),

@@ -10,7 +10,7 @@ import libcst as cst
 
 from kjo_django.contrib.celery_codemod.edits import CannotRewriteError, FileEdits, Planner
 from kjo_django.contrib.celery_codemod.project_index import Module, ProjectIndex, dotted
-from kjo_django.contrib.celery_codemod.task_options import Plans
+from kjo_django.contrib.celery_codemod.queue_names import queue_uses
 
 SCHEDULES = frozenset({"CELERY_BEAT_SCHEDULE", "CELERYBEAT_SCHEDULE"})
 TIME_LIMITS = ("CELERY_TASK_TIME_LIMIT", "CELERY_TASK_SOFT_TIME_LIMIT", "CELERYD_TASK_TIME_LIMIT")
@@ -57,30 +57,8 @@ def settings_module(index: ProjectIndex) -> Module | None:
 
 
 def _count(module: Module) -> int:
-    is_place = "INSTALLED_APPS" in module.names or any("settings" in part for part in module.parts)
-    return sum(name.startswith("CELERY") for name in module.names) if is_place else 0
-
-
-def queues_of(plans: Plans, index: ProjectIndex) -> list[str]:
-    """Return the names of queues that declarations and calls use, as literals."""
-    found: set[str] = set()
-    for module in index.modules:
-        for node in ast.walk(module.file.tree):
-            if isinstance(node, ast.Call):
-                method = dotted(node.func)[-1:]
-                is_use = method in {("apply_async",), ("set",)} or index.is_task_decorator(
-                    module, node
-                )
-                found.update(_literal_queues(node) if is_use else ())
-    return sorted(found)
-
-
-def _literal_queues(node: ast.Call) -> Iterator[str]:
-    for keyword in node.keywords:
-        value = keyword.value
-        name = value.value if isinstance(value, ast.Constant) else None
-        if keyword.arg == "queue" and isinstance(name, str):
-            yield name
+    names = module.names if module.is_settings else ()
+    return sum(name.startswith("CELERY") for name in names)
 
 
 class SettingsPlanner(Planner):
@@ -114,7 +92,8 @@ class SettingsPlanner(Planner):
         """Plan the setting itself at the end of the file."""
         if not self._is_place or not any(True for _ in self.file.plans.possible):
             return
-        found = set(queues_of(self.file.plans, self.file.index))
+        uses = queue_uses(self.file.plans, self.file.index)
+        found = {use.name for use in uses if use.name}
         self._new.queues = sorted(found | set(self._scheduled_queues()))
         first = min(
             (node.lineno for node in self.file.module.file.tree.body if _is_setting(node)),

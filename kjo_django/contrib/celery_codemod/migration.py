@@ -27,6 +27,7 @@ from kjo_django.contrib.celery_codemod.import_edits import (
 )
 from kjo_django.contrib.celery_codemod.migration_report import Finding, Report
 from kjo_django.contrib.celery_codemod.project_index import Module, ProjectIndex, uses_celery
+from kjo_django.contrib.celery_codemod.queue_names import unknown_queues
 from kjo_django.contrib.celery_codemod.source_files import SourceFile, UnreadableFileError
 from kjo_django.contrib.celery_codemod.task_calls import CallPlanner
 from kjo_django.contrib.celery_codemod.task_declarations import DeclarationPlanner
@@ -70,7 +71,8 @@ class Migration:
         declaring: dict[Path, list[Module]] = defaultdict(list)
         for module in index.modules:
             text = module.file.text
-            if not any(sign in text for sign in (*SIGNS, *names)) and not asked.search(text):
+            is_sign = any(sign in text for sign in (*SIGNS, *names)) or asked.search(text)
+            if not is_sign and not any(plans.bases.users(module, each) for each in module.classes):
                 continue
             file = self._rewritten(module, index, plans, is_place=module is place)
             has_jobs = file is not None and file.counts["declarations", "changed"] > 0
@@ -78,6 +80,7 @@ class Migration:
                 declaring[_app_folder(module)].append(module)
         for folder, modules in sorted(declaring.items()):
             self._import_jobs(folder, modules)
+        self.report.findings += unknown_queues(plans, index)
         if place is None or str(place.file.shown_path) in self.report.unreadable:
             self._ask_for_attempts(plans)
 

@@ -35,8 +35,14 @@ class Task:
     parameters: list[Parameter]
     """Without ``self`` of a bound one."""
     options: dict[str, ast.expr]
+    """The options of the decorator; the options of a base class are added to them."""
     fault: str = ""
     """Why it cannot be a job, whatever its options; empty: it can."""
+    inherited: dict[ast.expr, str] = field(default_factory=dict)
+    """Values that a base class gives, and parts of them, with their source for this file.
+
+    ``{from module import name}`` stands for a name that the file has to import.
+    """
 
     @property
     def name(self) -> str:
@@ -57,6 +63,15 @@ class Task:
         arguments = [*self.node.args.posonlyargs, *self.node.args.args]
         return arguments[0].arg if self.is_bound and arguments else ""
 
+    def source(self, value: ast.expr) -> str:
+        """Return the text of an option's value, or of a part of it."""
+        inherited = self.inherited.get(value)
+        return self.module.source(value) if inherited is None else inherited
+
+    def line(self, value: ast.expr) -> int:
+        """Return the line of an option's value, of the decorator if a base class gives it."""
+        return self.decorator.lineno if value in self.inherited else value.lineno
+
     @property
     def takes_any(self) -> bool:
         """Whether it takes arguments of any name."""
@@ -76,6 +91,7 @@ class Module:
     names: set[str] = field(default_factory=set)
     """What is bound at the module's top, imports included."""
     tasks: dict[str, Task] = field(default_factory=dict)
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     apps: set[str] = field(default_factory=set)
     """Names of Celery applications that are made here."""
 
@@ -83,6 +99,11 @@ class Module:
     def parts(self) -> Name:
         """The module's own dotted name."""
         return self.file.parts
+
+    @property
+    def is_settings(self) -> bool:
+        """Whether it seems to be a module of Django's settings."""
+        return "INSTALLED_APPS" in self.names or any("settings" in part for part in self.parts)
 
     def origin(self, name: Name) -> Name:
         """Return the absolute dotted name that is meant by one that is used here."""
@@ -273,6 +294,8 @@ def _module_of(file: SourceFile) -> Module:
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
             # Which of both is meant depends on where it is asked.
             module.doubtful |= names & module.imports.keys()
+        if isinstance(statement, ast.ClassDef):
+            module.classes[statement.name] = statement
         if _is_application(module, statement):
             module.apps.update(_bound(statement))
     return module

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
 from kjo_django.contrib.celery_codemod.edits import Planner, dotted_name, keyword
 from kjo_django.contrib.celery_codemod.project_index import Task, uses_celery
+from kjo_django.contrib.celery_codemod.task_bases import OBSERVERS
 from kjo_django.contrib.celery_codemod.task_options import CONTEXT, JobPlan
 
+FROM_MODULE = re.compile(r"\{from ([\w.]+) import (\w+)\}")
+MODULE = re.compile(r"\{import (\w+)\}")
+"""What stands for names that the file has to import, in the source of an option."""
+MOST_LISTED = 3
 CLASS_TO_DO = (
     "write run() as a function with @job; what the class keeps between runs belongs into the module"
 )
@@ -96,22 +103,43 @@ class DeclarationPlanner(Planner):
         return _renamed(arg, name, value)
 
     def _value(self, code: str) -> cst.BaseExpression:
-        for name in ("Retry", "exponential"):
-            if f"{{{name}}}" in code:
-                code = code.replace(f"{{{name}}}", self.file.use("kjo_django", name))
-        return cst.parse_expression(code)
+        code = FROM_MODULE.sub(lambda found: self.file.use(found[1], found[2]), code)
+        return cst.parse_expression(MODULE.sub(lambda found: self.file.use(found[1]), code))
 
     def visit_ClassDef(self, node: cst.ClassDef) -> bool | None:
-        """Report tasks that are classes."""
-        for base in node.bases:
-            name = dotted_name(base.value)
-            of_app = name[-1:] == ("Task",) and self.file.index.is_app(self.file.module, name[:-1])
-            if of_app or self.is_celery(base.value, "Task"):
-                what = f"class {node.name.value}"
-                why = "a task that is a class, or a base class of tasks"
-                self.file.leave(node, "declarations", what, why, CLASS_TO_DO)
-                self.file.kept_names.add(name[0])
+        """Report tasks that are classes, and what base classes of tasks do."""
+        bases, name = self.file.plans.bases, node.name.value
+        is_top = len(self.scopes) == 1
+        users = bases.users(self.file.module, name) if is_top else ()
+        if users:
+            self._report_base(node, users)
+        elif (is_top and bases.is_task(self.file.module, name)) or any(
+            map(self._is_task, node.bases)
+        ):
+            why = "a task that is a class, or a base class of tasks"
+            self.file.leave(node, "declarations", f"class {name}", why, CLASS_TO_DO)
+        for base in filter(self._is_task, node.bases):
+            self.file.kept_names.add(dotted_name(base.value)[0])
         return super().visit_ClassDef(node)
+
+    def _is_task(self, base: cst.Arg) -> bool:
+        """Return whether a base of a class is Celery's ``Task``."""
+        name = dotted_name(base.value)
+        of_app = name[-1:] == ("Task",) and self.file.index.is_app(self.file.module, name[:-1])
+        return of_app or self.is_celery(base.value, "Task")
+
+    def _report_base(self, node: cst.ClassDef, users: Sequence[Task]) -> None:
+        """Report the methods of a base class that nothing calls for jobs, each by its line."""
+        name, tasks = node.name.value, _listed(users)
+        methods = [each for each in node.body.body if isinstance(each, cst.FunctionDef)]
+        for method in methods:
+            if method.name.value in OBSERVERS:
+                what = f"{name}.{method.name.value}"
+                why = f"it is not called for a job; it is the base class of {tasks}"
+                self.file.leave(method, "", what, why, OBSERVERS[method.name.value])
+        if not methods and all(map(self.file.plans.is_possible, users)):
+            why = f"its options are those of {tasks} now"
+            self.file.remark(self.file.line(node), f"class {name}", why, "delete it")
 
     # --- The body of a bound task -----------------------------------------------------------------
 
@@ -171,6 +199,13 @@ class DeclarationPlanner(Planner):
             args.append(keyword("delay", given["countdown"]))
         name = cst.Name(self.file.use("kjo_django", "Retry"))
         return cst.Raise(exc=cst.Call(name, args), cause=cause)
+
+
+def _listed(tasks: Sequence[Task]) -> str:
+    """Return the names of tasks, of many only the first ones."""
+    names = ", ".join(task.name for task in tasks[:MOST_LISTED])
+    more = len(tasks) - MOST_LISTED
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def _expression(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -19,6 +19,7 @@ from kjo_django.contrib.celery_codemod.project_index import (
     dotted,
     top_level,
 )
+from kjo_django.contrib.celery_codemod.task_bases import TaskBases
 
 DEFAULT_RETRIES = 3
 """Celery's ``max_retries`` of a task that does not say."""
@@ -50,8 +51,6 @@ TOGETHER = frozenset(
 )
 """Options that are read by functions of their own, below."""
 TO_DO = {
-    "base": "write what the base class does as middleware, and its on_failure or after_return as a "
-    "receiver of the signal job_failed or job_completed",
     "expires": "give expires_at with each enqueue: job.using(expires_at=…).enqueue(…)",
     "once": "use @job(unique_for=…, unique_by=…)",
     "serializer": "use a serializer of kjo_django, or pass ids instead of objects",
@@ -111,7 +110,8 @@ class Plans:
     """The plans of all tasks of a project, and the names of their jobs."""
 
     def __init__(self, index: ProjectIndex) -> None:
-        self._plans = {task: plan_of(task) for task in index.tasks}
+        self.bases = TaskBases(index)
+        self._plans = {task: plan_of(task, self.bases) for task in index.tasks}
         self._labels = {task: label_of(task.module, index) for task in self._plans}
         self._name_apart()
 
@@ -167,7 +167,7 @@ def _declared_label(config: Module) -> str:
     return ""
 
 
-def plan_of(task: Task) -> JobPlan:
+def plan_of(task: Task, bases: TaskBases) -> JobPlan:
     """Return how a task becomes a job."""
     plan = JobPlan()
     if task.fault:
@@ -178,6 +178,8 @@ def plan_of(task: Task) -> JobPlan:
         why = f"@{ast.unparse(below)} below it is given what the function is, a context then"
         to_do = "let that decorator do with a JobContext: raise Retry(delay=…) for self.retry()"
         plan.reasons.append(Reason(below.lineno, why, to_do))
+    for why, to_do in bases.faults.get(task, ()):
+        plan.reasons.append(Reason(task.node.lineno, why, to_do))
     for option, value in task.options.items():
         if option in RENAMED:
             plan.options[option] = RENAMED[option], None
@@ -192,7 +194,17 @@ def plan_of(task: Task) -> JobPlan:
         _read_self(task, plan)
     _read_names(task, plan)
     _read_returns(task, plan)
+    _add_inherited(task, plan)
     return plan
+
+
+def _add_inherited(task: Task, plan: JobPlan) -> None:
+    """Add the options that stand for those of a base class to those of the decorator."""
+    for option, (name, code) in list(plan.options.items()):
+        value = task.options[option]
+        if value in task.inherited:
+            del plan.options[option]
+            plan.added[name] = task.source(value) if code is None else code
 
 
 def _given_self(task: Task) -> ast.expr | None:
@@ -275,7 +287,7 @@ def _read_rate(task: Task, plan: JobPlan) -> None:
         plan.reasons.append(Reason(value.lineno, why, "give rate='10/m'"))
         return
     why = "rate_limit held for each worker, and rate holds for all workers together"
-    plan.remarks.append(Reason(value.lineno, why, "see whether the number is still right"))
+    plan.remarks.append(Reason(task.line(value), why, "see whether the number is still right"))
 
 
 def _read_priority(task: Task, plan: JobPlan) -> None:
@@ -315,7 +327,7 @@ def _read_retries(task: Task, plan: JobPlan) -> None:
     _read_count(task, plan, count, is_retried=retries or "autoretry_for" in task.options)
     if "autoretry_for" not in task.options and (retries or count is not None):
         # Other exceptions than its own Retry were not tried again.
-        plan.added["retry_on"] = "({Retry},)"
+        plan.added["retry_on"] = "({from kjo_django import Retry},)"
 
 
 def _items(node: ast.expr | None) -> dict[str, ast.expr] | None:
@@ -345,19 +357,20 @@ def _one_more(task: Task, count: ast.expr) -> str:
     number = _number(count)
     if number is not None:
         return str(int(number) + 1)
-    text = task.module.source(count)
+    text = task.source(count)
     return f"{text} + 1" if dotted(count) else f"({text}) + 1"
 
 
 def _read_backoff(task: Task, plan: JobPlan, countdown: ast.expr | None) -> None:
     factor = task.options.get("retry_backoff")
     if factor is not None and not _is(factor, False):
-        base = "1" if _is(factor, True) else task.module.source(factor)
+        base = "1" if _is(factor, True) else task.source(factor)
         given = task.options.get("retry_backoff_max")
-        longest = DEFAULT_LONGEST_BACKOFF if given is None else task.module.source(given)
-        plan.options["retry_backoff"] = "backoff", f"{{exponential}}({base}, max={longest})"
+        longest = DEFAULT_LONGEST_BACKOFF if given is None else task.source(given)
+        made = f"{{from kjo_django import exponential}}({base}, max={longest})"
+        plan.options["retry_backoff"] = "backoff", made
     elif countdown is not None:
-        plan.added["backoff"] = task.module.source(countdown)
+        plan.added["backoff"] = task.source(countdown)
     elif "default_retry_delay" in task.options:
         plan.options["default_retry_delay"] = "backoff", None
 

@@ -30,6 +30,7 @@ from kjo_django.management.console_log import logged_to_stderr
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
 from kjo_django.operations.translations import grouped
+from kjo_django.refusals import shown
 from kjo_django.runtime import UnknownDatabaseError, databases, use_database
 from kjo_django.values import LONGEST, number
 
@@ -116,7 +117,7 @@ def command_errors() -> Iterator[None]:
     except (KjoError, ImproperlyConfigured) as error:
         raise CommandError(f"{type(error).__name__}: {error}") from error
     except ValueError as error:
-        raise CommandError(str(error), returncode=2) from error
+        raise CommandError(shown(error), returncode=2) from error
 
 
 class _HelpFormatter(DjangoHelpFormatter):

@@ -31,6 +31,7 @@ from kjo_django.models import Job, MetricBucket
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
+from kjo_django.operations.translations import decimal
 from kjo_django.probing import answer_within, is_timeout
 from kjo_django.runtime import (
     Runtime,
@@ -156,7 +157,9 @@ def _unanswered(probe: _Probe, seconds: float) -> Check:
     if seconds <= 0:
         return Check(probe.name, None, _("not checked: the time was up"))
     fix = _(SILENCE if probe.asks_servers else ASK_AGAIN)
-    return Check(probe.name, False, _("timed out: no answer within %.1f s") % seconds, fix)
+    return Check(
+        probe.name, False, _("timed out: no answer within %s s") % decimal(seconds, 1), fix
+    )
 
 
 def health_everywhere(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:
@@ -329,11 +332,11 @@ def _relay(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     if not found["is_needed"]:
         return True, _("not needed: messages are written with their jobs"), ""
     told = ngettext(
-        "%(count)d due jobs wait, the oldest for %(age).0f s",
-        "%(count)d due jobs wait, the oldest for %(age).0f s",
+        "%(count)d due jobs wait, the oldest for %(age)s s",
+        "%(count)d due jobs wait, the oldest for %(age)s s",
         found["backlog"],
     )
-    detail = told % {"count": found["backlog"], "age": age}
+    detail = told % {"count": found["backlog"], "age": decimal(age, 0)}
     return age <= thresholds.relay_age.total_seconds(), detail, ""
 
 
@@ -358,17 +361,17 @@ def _clocks(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         if worker["is_alive"]:
             found[_("the host of %s") % worker["name"]] = worker["clock_ahead_seconds"]
     limit = thresholds.clock.total_seconds()
-    fast = _("that of %(host)s is %(seconds).1f s ahead")
-    slow = _("that of %(host)s is %(seconds).1f s behind")
+    fast = _("that of %(host)s is %(seconds)s s ahead")
+    slow = _("that of %(host)s is %(seconds)s s behind")
     wrong = [
-        (fast if seconds > 0 else slow) % {"host": name, "seconds": abs(seconds)}
+        (fast if seconds > 0 else slow) % {"host": name, "seconds": decimal(abs(seconds), 1)}
         for name, seconds in found.items()
         if abs(seconds) > limit
     ]
     if wrong:
         return False, _("not as the database's: %s") % ", ".join(wrong), ""
     most = max(map(abs, found.values()))
-    return True, _("at most %.1f s from the database's") % most, ""
+    return True, _("at most %s s from the database's") % decimal(most, 1), ""
 
 
 def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
@@ -384,8 +387,8 @@ def _handlers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     )
     first = min(since for _count, since in waiting.values())
     waited = (CLOCK.now() - first).total_seconds()
-    text = _("not known to a worker: %(handlers)s, the first for %(seconds).0f s")
-    detail = text % {"handlers": ", ".join(told), "seconds": waited}
+    text = _("not known to a worker: %(handlers)s, the first for %(seconds)s s")
+    detail = text % {"handlers": ", ".join(told), "seconds": decimal(waited, 0)}
     fix = _(
         "Replace workers of an earlier release; see that each worker imports the module that "
         "declares the handler. After KJO['UNKNOWN_HANDLER_WAIT'] such jobs are dead letters."
@@ -418,7 +421,7 @@ def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         return True, few % {"failed": failed, "count": done + failed}, ""
     rate, span = failed / (done + failed), thresholds.idle.total_seconds()
     text = _("%(share)s of %(count)d jobs of the last %(seconds)g s failed")
-    detail = text % {"share": f"{rate:.1%}", "count": done + failed, "seconds": span}
+    detail = text % {"share": f"{decimal(100 * rate, 1)}%", "count": done + failed, "seconds": span}
     return rate <= thresholds.failure_rate, detail, ""
 
 
