@@ -461,7 +461,7 @@ class GroupScheduler:
         self._taken[threading.get_ident()] = group
         if group.mode is Mode.PLAIN and count > 1:
             group.late_at = now + LONG_RUN
-        if self._delayed or group.late_at < math.inf or any(self._ready.values()):
+        if self._delayed or self._next_late() < math.inf or any(self._ready.values()):
             self._wake_lane_if_needed()
         return group
 
