@@ -461,7 +461,7 @@ class GroupScheduler:
         if group.mode is Mode.PLAIN and count > 1:
             group.late_at = now + LONG_RUN
             self._late_at = min(self._late_at, group.late_at)
-        if self._delayed or group.late_at < math.inf or any(self._ready.values()):
+        if self._delayed or self._late_at < math.inf or any(self._ready.values()):
             self._wake_lane_if_needed()
         return group
 

@@ -6,6 +6,8 @@ In the small tier: the scheduler alone, its clock goes on when a test says so. W
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 
 import pytest
@@ -110,6 +112,32 @@ def test_a_lane_that_sleeps_wakes_up_for_it():
     lanes.stop()
     sleeper.join(PATIENCE)
     assert not sleeper.is_alive()
+
+
+def test_another_lane_watches_where_the_one_that_did_has_something_to_run():
+    """The lane that sleeps last is woken for new work, and that one watches."""
+    # Given a lane that sleeps, and one that watches
+    lanes, found = lanes_of(3, known=KNOWN), queue.SimpleQueue[Group]()
+    is_late = threading.Event()
+    lanes.on_late = lambda group: is_late.set()
+    sleepers = [threading.Thread(target=lambda: found.put(lanes.take())) for _ in range(2)]
+    for count, sleeper in enumerate(sleepers, start=1):
+        sleeper.start()
+        wait_until(lambda count=count: len(lanes.sleeping) == count)
+    with lanes._lock:
+        own, lanes.sleeping = lanes.sleeping, []
+    lanes.put([delivery(key, handler=PLAIN) for key in "abc"])  # it goes to this thread
+    lanes.sleeping = own
+    assert len(take(lanes).deliveries) == 3
+    wait_until(lambda: lanes._watched_until < math.inf)
+    # When it takes a delivery that has a group of its own
+    lanes.put([delivery("z", handler=PLAIN)])
+    assert len(found.get(timeout=PATIENCE).deliveries) == 1
+    # Then the other one notices the group that is late
+    assert is_late.wait(PATIENCE)
+    lanes.stop()
+    for sleeper in sleepers:
+        sleeper.join(PATIENCE)
 
 
 # --- What is taken --------------------------------------------------------------------------------
