@@ -166,8 +166,8 @@ def test_members_are_counted_by_one_statement_for_all_that_run_together(steps: S
         # Then the first of them read what never changes of their stage, and each group counts once,
         # along with the update of its jobs
         assert [own for _, own in taken] == [["SELECT", "UPDATE"], ["UPDATE"], ["UPDATE"]]
-        # So they take no statement more than plain jobs, though the COMMIT is one by itself: whether
-        # anything else is to be written depends on the count
+        # So they take no statement more than plain jobs, though the COMMIT is one by itself:
+        # whether anything else is to be written depends on the count
         assert [number for number, _ in taken[1:]] == plain
         # And the last pays for what follows, once
         last = statements_of(bench, 9)[1]
