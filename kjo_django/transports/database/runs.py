@@ -174,16 +174,10 @@ def running(
     :param message_ids: only of these.
     :param most: no more than so many.
     """
-    begun: dict[int, tuple[str, str, str]] = {}
-    asked = None if message_ids is None else set(message_ids)
-    runs = TransportRun.objects.using(alias).order_by("id")
-    for consumer, worker, messages in runs.values_list("consumer", "worker", "messages"):
-        for id, message_id in json.loads(messages).items():
-            if asked is None or message_id in asked:
-                begun[int(id)] = consumer, worker, message_id
-    if not begun or most == 0:
-        return {}
+    begun = _begun(alias, None if message_ids is None else set(message_ids))
     found: dict[str, str] = {}
+    if not begun or most == 0:
+        return found
     for id, consumer in _leased(alias, clock, list(begun)):
         begun_by, worker, message_id = begun[id]
         if consumer == begun_by:
@@ -191,6 +185,17 @@ def running(
             if len(found) == most:
                 break
     return found
+
+
+def _begun(alias: str, message_ids: Collection[str] | None) -> dict[int, tuple[str, str, str]]:
+    """Return what runs name, by the ids of the rows: the consumer, its worker and the message."""
+    runs = TransportRun.objects.using(alias).order_by("id")
+    return {
+        int(id): (consumer, worker, message_id)
+        for consumer, worker, messages in runs.values_list("consumer", "worker", "messages")
+        for id, message_id in json.loads(messages).items()
+        if message_ids is None or message_id in message_ids
+    }
 
 
 def _leased(alias: str, clock: Clock, ids: Collection[int]) -> Iterable[tuple[int, str]]:

@@ -637,10 +637,7 @@ class DatabaseSubscription(LeasedSubscription):
         it looks first."""
         if self._clock.monotonic() - self._renewed_at > self._lease.total_seconds():
             self._forget(self._lost(records))
-        with self._lock:
-            mine = {each.token for each in records if each.token in self._owned}
-        if self._is_closed:
-            mine.clear()
+        mine = set() if self._is_closed else set(self._mine(records))
         new = {
             each.offset: names.text(each.headers, names.ID)
             for each in records
@@ -648,10 +645,10 @@ class DatabaseSubscription(LeasedSubscription):
         }
         if new:
             self._runs.begin(new, worker)
-        if self._is_closed and mine:  # meanwhile: some of these may have been given to others
-            self._runs.end(new)
-            self._free(new)
-            mine = {token for token in mine if token[1] not in new}
+            if self._is_closed:  # meanwhile: others may have been given these
+                self._runs.end(new)
+                self._free(new)
+                mine.difference_update((self._token, id) for id in new)
         return [each.deliveries + 1 if each.token in mine else 0 for each in records]
 
     def _lost(self, records: Sequence[Record]) -> set[Any]:
