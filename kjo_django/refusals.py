@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.utils.formats import number_format
-from django.utils.translation import gettext
+from django.utils.translation import get_language, gettext
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Wording:
         return self.template % values if values else self.template
 
     def translated(self) -> str:
-        """Return the text in the active language."""
+        """Return the text in the active language; in English if translation is deactivated."""
+        if get_language() is None:  # Django then writes numbers without groups
+            return str(self)
         values = {name: _translated(value) for name, value in self.values.items()}
         return gettext(self.template) % values if values else gettext(self.template)
 

@@ -72,7 +72,7 @@ class Migration:
         for module in index.modules:
             text = module.file.text
             is_sign = any(sign in text for sign in (*SIGNS, *names)) or asked.search(text)
-            if not is_sign and not any(plans.bases.users(module, each) for each in module.classes):
+            if not is_sign and not plans.bases.has_users(module):
                 continue
             file = self._rewritten(module, index, plans, is_place=module is place)
             has_jobs = file is not None and file.counts["declarations", "changed"] > 0

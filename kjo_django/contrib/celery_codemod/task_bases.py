@@ -112,6 +112,10 @@ class TaskBases:
         node = module.classes.get(name)
         return self._users.get(node, ()) if node is not None else ()
 
+    def has_users(self, module: Module) -> bool:
+        """Return whether a class of this module is a base class of a task."""
+        return any(self.users(module, name) for name in module.classes)
+
     def is_task(self, module: Module, name: str) -> bool:
         """Return whether a class of a module derives from Celery's ``Task``."""
         node = module.classes.get(name)
@@ -168,14 +172,19 @@ class TaskBases:
         for each in classes:
             self._users[each.node].append(task)
             faults += _overrides(each)
-            for name, value in each.values.items():
-                if name in OPTIONS and name not in task.options:
-                    task.options[name] = value
-                    faults += self._texts(task, each, name, value)
-                    if name == "queue":
-                        self.queues.append((each.module, value))
+            faults += self._add_options(task, each)
             doubtful = sorted(each.unsure & OPTIONS)
             faults += [(f"{_at(each)} sets {name} by a condition", _GIVE) for name in doubtful]
+
+    def _add_options(self, task: Task, base: BaseClass) -> Iterator[tuple[str, str]]:
+        """Give a task the options of one class that nothing before has given; yield the faults."""
+        for name, value in base.values.items():
+            if name not in OPTIONS or name in task.options:
+                continue
+            task.options[name] = value
+            if name == "queue":
+                self.queues.append((base.module, value))
+            yield from self._texts(task, base, name, value)
 
     def _texts(
         self, task: Task, base: BaseClass, name: str, value: ast.expr
@@ -299,7 +308,8 @@ def _unknown(origin: Name, text: str) -> tuple[str, str]:
     if origin[:1] in {("celery_once",), ("celery_singleton",)}:
         return f"base={text} has no equal in @job", "use @job(unique_for=…, unique_by=…)"
     to_do = (
-        "give its file to the command, too; or write what the class does as middleware, and its "
-        "on_failure or after_return as a receiver of the signal job_failed or job_completed"
+        "if it is a class of the project, give its file to the command, too; else write its "
+        "attributes as options of @job, its on_failure or after_return as a receiver of job_failed "
+        "or job_completed, its __call__ as middleware"
     )
     return f"its base class {text} is in no file that was read", to_do

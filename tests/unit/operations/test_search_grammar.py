@@ -69,7 +69,7 @@ def test_other_names_for_two_qualifiers():
         ("args.a..b:7", "takes the name of a field"),
         ("args.user.Password:7", "is a secret"),
         ("queue:" + "a" * 256, "takes text of 1 to 255"),
-        ("a" * 40_001, "at most 40000 characters"),
+        ("a" * 40_001, "at most 40,000 characters"),
         ("queue:a\0b", "a character that no database keeps"),
         ("a\0b", "a character that no database keeps"),
         ("args.a:\ud800", "a character that no database keeps"),
