@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -212,15 +212,11 @@ def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery 
 class Departed(set[Delivery]):
     """Deliveries that have left their group before its end: coroutines that run on an event loop,
     and what a free lane has taken. The lane that runs the group has nothing more to do with them.
-
-    :param group: all deliveries of the group.
     """
 
-    def __init__(self, group: Sequence[Delivery]) -> None:
-        super().__init__()
-        self._group = group
-        self._offered: tuple[Sequence[Sequence[Attempt]], Sequence[Delivery]] = (), ()
-        self._lock = threading.Lock()
+    _offered: tuple[Sequence[Sequence[Attempt]], Sequence[Delivery]] = (), ()
+    _lock = threading.Lock()
+    """Of all groups: it is held for a moment, and seldom."""
 
     def offer(self, steps: Sequence[Sequence[Attempt]], behind: Sequence[Delivery]) -> None:
         """Let a free lane take what has not begun, until ``keep`` is called. The caller leaves it
@@ -236,14 +232,14 @@ class Departed(set[Delivery]):
         with self._lock:
             self._offered = (), ()
 
-    def take(self) -> list[Delivery]:
-        """Let what is offered leave, and return it. Deliveries stay of whose key, or of whose
-        message, others stay: the order of a key is kept."""
+    def take(self, group: Sequence[Delivery]) -> list[Delivery]:
+        """Let what is offered of a group leave, and return it. Deliveries stay of whose key, or of
+        whose message, others stay: the order of a key is kept."""
         with self._lock:
             steps, behind = self._offered
             offered = {each.delivery for step in steps for each in step if each.ending is None}
             offered.update(behind)
-            here = self.remaining(self._group)
+            here = self.remaining(group)
             stay = [each for each in here if each not in offered]
             shards, leases = {d.shard for d in stay}, {d.lease for d in stay if d.lease}
             taken = [d for d in here if d.shard not in shards and d.lease not in leases]
@@ -253,10 +249,6 @@ class Departed(set[Delivery]):
     def remaining(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return those of the deliveries that have not left."""
         return [each for each in deliveries if each not in self]
-
-    def has_left(self, deliveries: Collection[Delivery]) -> bool:
-        """Return whether none of these is in the group any more."""
-        return all(each in self or each not in deliveries for each in self._group)
 
 
 class Ending(enum.Enum):

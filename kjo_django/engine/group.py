@@ -165,9 +165,9 @@ class Pipeline:
         watch.on_start = self.limiter.note_start
         self._guards: set[TransactionGuard] = set()
         """Of the transactions in which handlers are called."""
-        self._ended: dict[EndedQueue, Departed] = {}
-        """Queues of groups whose handlers are called outside a transaction, and what has left these
-        groups."""
+        self._ended: dict[EndedQueue, tuple[Sequence[Delivery], Departed]] = {}
+        """Queues of groups whose handlers are called outside a transaction, these groups, and what
+        has left them."""
         self._recorder = Recorder(on_thread)
         self._lane = LaneRunner(
             runtime,
@@ -333,8 +333,8 @@ class Pipeline:
         :param hung: the runs that did not end, and for how many seconds they have lasted.
         """
         try:
-            for ended, departed in list(self._ended.items()):
-                if not departed.has_left(set(deliveries)):
+            for ended, (group, departed) in list(self._ended.items()):
+                if not set(departed.remaining(group)).isdisjoint(deliveries):
                     self._ended.pop(ended, None)
                     self._recorder.forget(ended)
                     ended.settle()
@@ -853,8 +853,8 @@ class Pipeline:
             self._runtime.settings.group_budget.total_seconds(),
             self._recorder if self._is_workers else None,
         )
-        departed = Departed(deliveries) if running is None else running
-        self._ended[ended] = departed
+        departed = Departed() if running is None else running
+        self._ended[ended] = deliveries, departed
         try:
             left = self._run_parts(deliveries, ended, departed)
         finally:

@@ -95,7 +95,7 @@ class Lanes:
             return False
         thread_id = threading.get_ident()
         deferred: Any = group.deliveries
-        departed = Departed(group.deliveries)
+        departed = Departed()
         self._runs[thread_id] = LaneRun(group, connections.all(), departed)
         try:
             deferred = self._pipeline.run(group.deliveries, departed)
@@ -113,7 +113,7 @@ class Lanes:
     def _relieve(self, group: Group) -> None:
         """Let free lanes run what the lane of a group has not begun. Called by a free lane."""
         run = next((each for each in list(self._runs.values()) if each.group is group), None)
-        taken = [] if run is None else run.departed.take()
+        taken = [] if run is None else run.departed.take(group.deliveries)
         if not taken:
             return
         try:

@@ -158,7 +158,7 @@ class Process:
         while (group := worker.scheduler.take(0.0)) is not None:
             has_run = True
             deferred: Sequence[Delivery] = group.deliveries
-            flying = Departed(group.deliveries)
+            flying = Departed()
             try:
                 deferred = worker._pipeline.run(group.deliveries, flying)
             except BaseException as error:

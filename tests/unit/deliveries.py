@@ -136,7 +136,7 @@ class Bench:
         groups = [list(group) for _, group in itertools.groupby(taken, key=lambda one: one.mode)]
         deferred: list[Delivery] = []
         for group in groups:
-            running = Departed(group)
+            running = Departed()
             left = self.pipeline.run(group, running)
             self.advance_lines()
             with self._has_ended:

@@ -69,11 +69,13 @@ class Migration:
         names = {task.name for task in index.tasks if task.is_bound}
         asked = _asked_of(task.name for task in index.tasks)
         declaring: dict[Path, list[Module]] = defaultdict(list)
-        for module in index.modules:
+
+        def may_concern(module: Module) -> bool:
             text = module.file.text
             is_sign = any(sign in text for sign in (*SIGNS, *names)) or asked.search(text)
-            if not is_sign and not plans.bases.has_users(module):
-                continue
+            return bool(is_sign) or plans.bases.has_users(module)
+
+        for module in filter(may_concern, index.modules):
             file = self._rewritten(module, index, plans, is_place=module is place)
             has_jobs = file is not None and file.counts["declarations", "changed"] > 0
             if has_jobs and module.parts[-1] not in FOUND_BY_ITSELF:

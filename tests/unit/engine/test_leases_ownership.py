@@ -295,11 +295,11 @@ def test_of_a_thread_that_was_given_up_and_of_coroutines_that_run_nothing_is_tak
 
     with monkeypatch.context() as patch, suppress(RunAbandoned):
         patch.setattr(bench.pipeline, "_run_once", ends(RunAbandoned()))
-        bench.pipeline.run(deliveries, Departed(deliveries))
+        bench.pipeline.run(deliveries, Departed())
     assert set(bench.leases.owned) == set(deliveries)
     with monkeypatch.context() as patch, suppress(SystemExit):
         patch.setattr(bench.pipeline, "_run_once", ends(SystemExit()))
-        bench.pipeline.run(deliveries, Departed(deliveries))
+        bench.pipeline.run(deliveries, Departed())
     assert set(bench.leases.owned) == {deliveries[0]}
     assert not bench.leases.owned[deliveries[0]].is_spent
     bench.leases.give_back(deliveries)
@@ -655,7 +655,7 @@ def test_a_release_that_raises_keeps_no_lease(
 
     with monkeypatch.context() as patch, suppress(error):
         patch.setattr(get_coordination(), "release", raise_once)
-        bench.pipeline.run(deliveries, Departed(deliveries))
+        bench.pipeline.run(deliveries, Departed())
     assert not errors
     assert not bench.owned()
 
@@ -669,7 +669,7 @@ def test_a_row_whose_release_raises_is_renewed_no_longer(
     with monkeypatch.context() as patch, suppress(error):
         patch.setattr(recorder, "record_completions", raiser(error))
         patch.setattr(bench.leases.runtime.store, "release_row_leases", raiser(error))
-        bench.pipeline.run(deliveries, Departed(deliveries))
+        bench.pipeline.run(deliveries, Departed())
     assert not bench.owned()
 
 

@@ -146,30 +146,30 @@ def test_another_lane_watches_where_the_one_that_did_has_something_to_run():
 def test_what_has_not_begun_leaves_its_group():
     lanes, _, _ = scheduler()
     group = group_of(lanes)
-    departed = Departed(group.deliveries)
+    departed = Departed()
     departed.offer(steps(group)[1:2], group.deliveries[2:])
-    assert departed.take() == group.deliveries[1:]
+    assert departed.take(group.deliveries) == group.deliveries[1:]
     assert departed == set(group.deliveries[1:])
-    assert departed.take() == []
+    assert departed.take(group.deliveries) == []
 
 
 def test_what_has_an_ending_stays():
     lanes, _, _ = scheduler()
     group = group_of(lanes)
-    departed, rest = Departed(group.deliveries), steps(group)[1:]
+    departed, rest = Departed(), steps(group)[1:]
     rest[0][0].ending = Ending.DUPLICATE
     departed.offer(rest, ())
-    assert departed.take() == group.deliveries[2:]
+    assert departed.take(group.deliveries) == group.deliveries[2:]
 
 
 def test_nothing_leaves_while_no_handler_runs():
     lanes, _, _ = scheduler()
     group = group_of(lanes)
-    departed = Departed(group.deliveries)
-    assert departed.take() == []
+    departed = Departed()
+    assert departed.take(group.deliveries) == []
     departed.offer(steps(group)[1:], ())
     departed.keep()
-    assert departed.take() == []
+    assert departed.take(group.deliveries) == []
 
 
 def test_a_key_of_which_anything_stays_stays():
@@ -177,9 +177,9 @@ def test_a_key_of_which_anything_stays_stays():
     lanes, _, _ = scheduler()
     group = group_of(lanes, "abacb")  # those of one key follow one another
     assert [each.record.key for each in group.deliveries] == [b"a", b"a", b"b", b"b", b"c"]
-    departed = Departed(group.deliveries)
+    departed = Departed()
     departed.offer(steps(group)[1:], ())
-    assert departed.take() == group.deliveries[2:]
+    assert departed.take(group.deliveries) == group.deliveries[2:]
 
 
 def test_another_record_of_a_message_of_which_one_stays_stays():
@@ -187,18 +187,18 @@ def test_another_record_of_a_message_of_which_one_stays_stays():
     lanes, _, _ = scheduler()
     group = group_of(lanes)
     group.deliveries[0].lease = group.deliveries[2].lease = "PROC:q:a"
-    departed = Departed(group.deliveries)
+    departed = Departed()
     departed.offer(steps(group)[1:], ())
-    assert departed.take() == group.deliveries[1:2]
+    assert departed.take(group.deliveries) == group.deliveries[1:2]
 
 
 def test_what_was_taken_starts_on_free_lanes_before_its_group_has_ended():
     # Given
     lanes, _, _ = scheduler(3)
     group = group_of(lanes)
-    departed = Departed(group.deliveries)
+    departed = Departed()
     departed.offer(steps(group)[1:], ())
-    taken = departed.take()
+    taken = departed.take(group.deliveries)
     assert lanes.take(timeout=0) is None, "not before it is given back"
     # When
     lanes.finish_departed(taken, taken)
@@ -214,9 +214,9 @@ def test_what_was_taken_starts_on_free_lanes_before_its_group_has_ended():
 def test_a_group_may_end_before_what_was_taken_of_it_is_given_back():
     lanes, _, _ = scheduler()
     group = group_of(lanes)
-    departed = Departed(group.deliveries)
+    departed = Departed()
     departed.offer(steps(group)[1:], ())
-    taken = departed.take()
+    taken = departed.take(group.deliveries)
     lanes.finish(group, group.deliveries, departed=departed)
     lanes.finish_departed(taken, taken)
     assert sorted(map(id, take(lanes).deliveries)) == sorted(map(id, group.deliveries))
