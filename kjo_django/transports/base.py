@@ -266,6 +266,11 @@ class Subscription(abc.ABC):
         """
         return
 
+    def has_lost(self, record: Record) -> bool:
+        """Return whether another consumer has a record that was handed out here, by what this
+        process knows. Makes no I/O. Default: where it may not be run again here."""
+        return not self.holds(record)
+
     def limit(self, records: Mapping[str, int]) -> None:
         """Hand out no more than so many records of each of these topics in one poll, of others as
         many as the poll is for. Default: nothing; what is too much is released."""

@@ -98,7 +98,7 @@ def _may_run_elsewhere(job: RunningJob) -> bool:
     if job.context.is_atomic:
         return False
     delivery = job.delivery
-    return not (delivery.has_own_lease and delivery.subscription.holds(delivery.record))
+    return not delivery.has_own_lease or delivery.subscription.has_lost(delivery.record)
 
 
 def _abort_overtaken(unheld: list[RunningJob], runtime: Runtime, token: str) -> None:

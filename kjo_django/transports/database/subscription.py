@@ -138,6 +138,8 @@ class DatabaseSubscription(LeasedSubscription):
         self._renewed_at = clock.monotonic()
         """Until so long after it as a lease lasts, leases have not run out (monotonic)."""
         self._runs = runs.Runs(alias, self._token, clock)
+        self._taken_over: set[int] = set()
+        """Ids of rows owned here that others had when they were looked at last."""
         self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
         self._housekeep_at = 0.0
         self._attempt(0, 0, 0.0)
@@ -211,14 +213,15 @@ class DatabaseSubscription(LeasedSubscription):
                 ids = free.values_list("id", flat=True)
                 count = _change(self._alias, _RENEW, [moment, self._token], ids)
         if count < len(owned):
-            present = {(self._token, id) for id in rows.values_list("id", flat=True)}
-            self._forget(owned - present)  # others have taken them over, or they are settled
+            present = set(rows.values_list("id", flat=True))
+            self._look_at({id for _, id in owned} - present)
         self._renewed_at = began
 
     def _new(self, claimed: Sequence[Record]) -> list[Record]:
         """Own these records, and return them without those that are owned already: one that another
         consumer took over and gave back is here, and to acknowledge a second copy would delete the
         row of the first."""
+        self._taken_over.difference_update(record.offset for record in claimed)
         records = [record for record in claimed if record.token not in self._owned]
         self._hold(records)
         return records
@@ -635,9 +638,12 @@ class DatabaseSubscription(LeasedSubscription):
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
         """See ``runs``. Whose leases may have run out meanwhile, as those of a frozen process have,
         it looks first."""
-        if self._clock.monotonic() - self._renewed_at > self._lease.total_seconds():
-            self._forget(self._lost(records))
+        asked = {each.offset for each in records}
+        if self._clock.monotonic() - self._renewed_at <= self._lease.total_seconds():
+            asked &= self._taken_over
+        self._look_at(asked)
         mine = set() if self._is_closed else set(self._mine(records))
+        mine = {token for token in mine if token[1] not in self._taken_over}
         new = {
             each.offset: names.text(each.headers, names.ID)
             for each in records
@@ -651,12 +657,23 @@ class DatabaseSubscription(LeasedSubscription):
                 mine.difference_update((self._token, id) for id in new)
         return [each.deliveries + 1 if each.token in mine else 0 for each in records]
 
-    def _lost(self, records: Sequence[Record]) -> set[Any]:
-        """Return the tokens of records that others have by now, or that are settled."""
-        present: set[int] = set()
-        for part in _batches(self._alias, [each.offset for each in records]):
-            present.update(self._leased_rows().filter(id__in=part).values_list("id", flat=True))
-        return {each.token for each in records if each.offset not in present}
+    def _look_at(self, ids: Collection[int]) -> None:
+        """Look at rows whose leases may be others' by now. Those that are settled are forgotten.
+        Those that others have are kept here: what is behind them with their keys has to wait until
+        they are settled, or this consumer has them again."""
+        owners: dict[int, str] = {}
+        rows = TransportMessage.objects.using(self._alias)
+        for part in _batches(self._alias, ids):
+            owners.update(rows.filter(id__in=part).values_list("id", "lease_token"))
+        theirs = {id for id, owner in owners.items() if owner != self._token}
+        with self._lock:
+            self._taken_over.difference_update(ids)
+            self._taken_over.update(theirs)
+        self._forget((self._token, id) for id in ids if id not in owners)
+
+    def has_lost(self, record: Record) -> bool:
+        """Return whether another consumer has it, as of the last renewal."""
+        return record.offset in self._taken_over or not self.holds(record)
 
     def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
         """See ``runs``. Once it is closed, they go to others."""
@@ -719,7 +736,9 @@ class DatabaseSubscription(LeasedSubscription):
     def _forget(self, tokens: Iterable[Any]) -> None:
         tokens = list(tokens)
         super()._forget(tokens)
-        self._runs.forget(id for _, id in tokens)
+        ids = [id for _, id in tokens]
+        self._runs.forget(ids)
+        self._taken_over.difference_update(ids)
 
     def _free(self, ids: Iterable[int]) -> None:
         _change(self._alias, _FREE, [self._token], ids)
