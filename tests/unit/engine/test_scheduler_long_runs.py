@@ -323,7 +323,7 @@ class Race:
     def _run(self, seed: int) -> None:
         rng = random.Random(seed)
         while (group := self._lanes.take()) is not None:
-            departed = self._departed[group] = Departed(group.deliveries)
+            departed = self._departed[group] = Departed()
             ended = [each for each in group.deliveries if rng.random() < 0.8]
             for number, each in enumerate(ended, start=1):
                 if each in departed:
@@ -350,7 +350,7 @@ class Race:
 
     def _relieve(self, group: Group) -> None:
         departed = self._departed.get(group)
-        if departed is not None and (taken := departed.take()):
+        if departed is not None and (taken := departed.take(group.deliveries)):
             self.taken += len(taken)
             self._lanes.finish_departed(taken, taken)
 
