@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import queue
+import random
 import threading
+from collections import Counter, defaultdict
 
 import pytest
 
+from kjo_django.engine import scheduler as scheduler_module
 from kjo_django.engine.attempt import Attempt, Delivery, Departed, Ending, Mode
 from kjo_django.engine.handler.timeouts import LONG_RUN
 from kjo_django.engine.scheduler import MOST_ALONE, WORTH_A_LANE, Group, GroupScheduler
@@ -290,3 +293,77 @@ def test_outside_a_transaction_jobs_share_a_group_all_the_same():
     lanes.measure("plain", 10.0)
     quick_again(lanes, "plain")
     assert sizes(lanes, [delivery(handler=PLAIN) for _ in range(3)]) == [3]
+
+
+# --- Lanes that go on while others take -----------------------------------------------------------
+
+
+class Race:
+    """Lanes in threads that run groups as ``LaneRunner.run_leased`` does, and take from one
+    another as ``Lanes`` does."""
+
+    def __init__(self, lanes: GroupScheduler, expected: int) -> None:
+        self._lanes, self._expected = lanes, expected
+        self._departed: dict[Group, Departed] = {}
+        self._of_key: defaultdict[object, threading.Lock] = defaultdict(threading.Lock)
+        self.ran: list[Delivery] = []
+        self.faults: list[str] = []
+        self.taken = 0
+        lanes.on_late = self._relieve
+
+    def run(self, count: int) -> None:
+        threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(count)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(PATIENCE)
+        self._lanes.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+    def _run(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while (group := self._lanes.take()) is not None:
+            departed = self._departed[group] = Departed()
+            ended = [each for each in group.deliveries if rng.random() < 0.8]
+            for number, each in enumerate(ended, start=1):
+                if each in departed:
+                    continue
+                departed.offer([[Attempt(other)] for other in ended[number:]], ())
+                self._call(each, rng)
+                departed.keep()
+            left = set(departed.remaining(group.deliveries)) - set(ended)
+            del self._departed[group]
+            # Those of a key that come after one that is deferred have run: here it has no order.
+            self._lanes.finish(group, left, departed=departed)
+
+    def _call(self, delivery: Delivery, rng: random.Random) -> None:
+        key = self._of_key[delivery.shard]
+        if not key.acquire(blocking=False):
+            self.faults.append(f"{delivery.shard} is in two lanes")
+            self._lanes.stop()
+            return
+        threading.Event().wait(rng.choice([0.0, 0.0, 0.0, 0.002]))
+        self.ran.append(delivery)
+        key.release()
+        if len(self.ran) >= self._expected:
+            self._lanes.stop()
+
+    def _relieve(self, group: Group) -> None:
+        departed = self._departed.get(group)
+        if departed is not None and (taken := departed.take(group.deliveries)):
+            self.taken += len(taken)
+            self._lanes.finish_departed(taken, taken)
+
+
+def test_each_runs_once_whatever_lanes_take_from_one_another(monkeypatch):
+    """In real time, at random: a lane may go on, or end its group, at any moment of a take."""
+    monkeypatch.setattr(scheduler_module, "LONG_RUN", 0.0005)
+    lanes = lanes_of(4, known=KNOWN)
+    deliveries = [delivery(f"{number % 97}", handler=PLAIN) for number in range(1500)]
+    race = Race(lanes, len(deliveries))
+    lanes.put(deliveries)
+    race.run(4)
+    assert race.faults == []
+    assert race.taken > 0
+    assert Counter(race.ran) == Counter(deliveries)
+    wait_until(lambda: (lanes.outstanding, lanes.running) == (0, 0))
