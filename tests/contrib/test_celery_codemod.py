@@ -382,8 +382,12 @@ def test_a_task_with_a_base_class_is_left(
 def test_a_class_of_celery_once_is_answered_by_unique_jobs(
     based: Rewrite, project: Project
 ) -> None:
-    code = "@shared_task(base=QueueOnce)\ndef act(): ...\n"
-    based(code, imports="from celery_once import QueueOnce")
+    # Given
+    own = "from celery_once import QueueOnce as Once\n\n\nclass Own(Once): ...\n"
+    code = "@shared_task(base=Own)\ndef act(): ...\n"
+    # When
+    based(code, own, imports="from shop.base import Own")
+    # Then
     assert any("unique_for" in each.to_do for each in project.report.findings)
 
 

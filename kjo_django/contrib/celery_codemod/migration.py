@@ -66,16 +66,8 @@ class Migration:
             return
         plans = Plans(index)
         place = settings_module(index)
-        names = {task.name for task in index.tasks if task.is_bound}
-        asked = _asked_of(task.name for task in index.tasks)
         declaring: dict[Path, list[Module]] = defaultdict(list)
-
-        def may_concern(module: Module) -> bool:
-            text = module.file.text
-            is_sign = any(sign in text for sign in (*SIGNS, *names)) or asked.search(text)
-            return bool(is_sign) or plans.bases.has_users(module)
-
-        for module in filter(may_concern, index.modules):
+        for module in _with_signs(index, plans):
             file = self._rewritten(module, index, plans, is_place=module is place)
             has_jobs = file is not None and file.counts["declarations", "changed"] > 0
             if has_jobs and module.parts[-1] not in FOUND_BY_ITSELF:
@@ -166,6 +158,17 @@ def _ended(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines of a diff, the last one of a file without an end of line as ``diff`` has it."""
     for line in lines:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _with_signs(index: ProjectIndex, plans: Plans) -> Iterator[Module]:
+    """Yield the modules in which there may be anything to rewrite or to report."""
+    signs = (*SIGNS, *(task.name for task in index.tasks if task.is_bound))
+    asked = _asked_of(task.name for task in index.tasks)
+    for module in index.modules:
+        text = module.file.text
+        has_sign = any(sign in text for sign in signs) or asked.search(text) is not None
+        if has_sign or plans.bases.has_users(module):
+            yield module
 
 
 def _edited(

@@ -90,7 +90,15 @@ class BaseClass:
 
 
 class UnknownBaseError(Exception):
-    """A base class that was not found in the files that were read."""
+    """A base class that was not found in the files that were read.
+
+    :param code: as the file that derives from it has it.
+    :param origin: its absolute dotted name.
+    """
+
+    def __init__(self, code: str, origin: Name) -> None:
+        super().__init__(code)
+        self.origin = origin
 
 
 class TaskBases:
@@ -154,7 +162,7 @@ class TaskBases:
             return
         found = self._class(module, node)
         if found is None or depth > DEEPEST:
-            raise UnknownBaseError(ast.unparse(node))
+            raise UnknownBaseError(ast.unparse(node), module.origin(dotted(node)))
         yield found
         for base in found.node.bases:
             yield from self._lineage(found.module, base, depth + 1)
@@ -164,7 +172,7 @@ class TaskBases:
         try:
             every = list(self._lineage(task.module, base))
         except UnknownBaseError as error:
-            faults.append(_unknown(task.module.origin(dotted(base)), str(error)))
+            faults.append(_unknown(error.origin, str(error)))
             return
         # A class that several derive from comes after all of them, as in Python's own order.
         last = {each.node: place for place, each in enumerate(every)}
