@@ -136,31 +136,46 @@ def test_a_message_that_is_begun_again_here_is_not_counted_once_more(
     assert begin(consumer, records) == begin(consumer, records) == [1]
 
 
+@pytest.mark.parametrize("renews", [False, True], ids=["at once", "after a renewal"])
 def test_messages_that_others_have_by_now_are_not_begun(
-    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock, renews: bool
 ) -> None:
+    """They stay in hand until they are settled: what is behind them with their key waits."""
     # Given a consumer that was frozen
     publish(transport, "a")
     frozen, other = subscribe(), subscribe()
-    records = frozen.poll(10, 0.0)
+    (record,) = records = frozen.poll(10, 0.0)
     let_lease_expire(frozen, clock)
-    assert len(other.poll(10, 0.0)) == 1
+    taken = other.poll(10, 0.0)
+    assert len(taken) == 1
+    if renews:
+        frozen.poll(0, 0.0)
     # When, then
     assert begin(frozen, records) == [0]
-    assert not frozen.holds(records[0])
+    assert frozen.holds(record) and frozen.has_lost(record)
     assert not transport.running()
+    # And when the other one has settled it, it is forgotten
+    other.acknowledge(taken)
+    other.flush()
+    assert begin(frozen, records) == [0]
+    assert not frozen.holds(record)
 
 
-def test_a_consumer_notices_at_its_next_renewal_what_others_have_taken_over(
+def test_a_message_that_comes_back_is_begun_and_handed_out_once(
     transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:
+    # Given a consumer that was frozen, and another one that has given back what it took over
     publish(transport, "a")
     frozen, other = subscribe(), subscribe()
     records = frozen.poll(10, 0.0)
     let_lease_expire(frozen, clock)
-    assert len(other.poll(10, 0.0)) == 1
-    frozen.poll(0, 0.0)
-    assert not frozen.holds(records[0])
+    other.release(other.poll(10, 0.0))
+    # When
+    again = frozen.poll(10, 0.0)
+    # Then
+    assert again == []
+    assert not frozen.has_lost(records[0])
+    assert begin(frozen, records) == [1]
 
 
 def test_it_costs_one_statement_whatever_their_number(

@@ -207,4 +207,4 @@ def test_a_job_that_waits_says_for_which_limit_and_is_not_run_past_it(everybody)
         assert "8000" not in page
         assert "secret" not in page
     said = texts(everybody.post(url("job_run_now", row.pk), follow=True))
-    assert "1 wait for a limit, which alone releases them; change the limit." in said
+    assert "1 waits for a limit, which alone releases it; change the limit." in said

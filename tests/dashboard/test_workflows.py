@@ -145,7 +145,7 @@ def test_a_job_leads_to_its_workflow_and_says_what_it_waits_for(operator):
     assert url("job_requeue", last.pk) not in buttons
     assert url("job_run_now", last.pk) not in buttons
     answer = client.post(url("job_requeue", last.pk), follow=True)
-    assert "1 wait for other steps of their workflow." in texts(answer)
+    assert "1 waits for other steps of its workflow." in texts(answer)
     assert url("workflow", row.pk) not in body(
         operator("view_dashboard", "view_job").get(url("job", last.pk))
     )

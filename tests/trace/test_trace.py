@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "completed": {"files": 30, "functions": 124, "changes": 100},
-    "failed": {"files": 41, "functions": 192, "changes": 168},
+    "failed": {"files": 41, "functions": 194, "changes": 168},
     "replayed": {"files": 39, "functions": 168, "changes": 152},
 }
 """Of one job that completes, one that dies, and the replay of its dead letter. What makes them

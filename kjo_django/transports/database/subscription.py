@@ -636,14 +636,8 @@ class DatabaseSubscription(LeasedSubscription):
     # --- Rows begun -------------------------------------------------------------------------------
 
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
-        """See ``runs``. Whose leases may have run out meanwhile, as those of a frozen process have,
-        it looks first."""
-        asked = {each.offset for each in records}
-        if self._clock.monotonic() - self._renewed_at <= self._lease.total_seconds():
-            asked &= self._taken_over
-        self._look_at(asked)
-        mine = set() if self._is_closed else set(self._mine(records))
-        mine = {token for token in mine if token[1] not in self._taken_over}
+        """See ``runs``."""
+        mine = self._still_mine(records)
         new = {
             each.offset: names.text(each.headers, names.ID)
             for each in records
@@ -656,6 +650,18 @@ class DatabaseSubscription(LeasedSubscription):
                 self._free(new)
                 mine.difference_update((self._token, id) for id in new)
         return [each.deliveries + 1 if each.token in mine else 0 for each in records]
+
+    def _still_mine(self, records: Sequence[Record]) -> set[Any]:
+        """Return the tokens of those of the records that are leased to this consumer. It looks at
+        those that others may have by now: all of them in a process that was frozen."""
+        asked = {each.offset for each in records}
+        if self._clock.monotonic() - self._renewed_at <= self._lease.total_seconds():
+            asked &= self._taken_over
+        if asked:
+            self._look_at(asked)
+        if self._is_closed:
+            return set()
+        return {token for token in self._mine(records) if token[1] not in self._taken_over}
 
     def _look_at(self, ids: Collection[int]) -> None:
         """Look at rows whose leases may be others' by now. Those that are settled are forgotten.
