@@ -88,3 +88,16 @@ def mariadb_alias(_mariadb_database: str, django_db_blocker: Any) -> Iterator[st
 def mysql_alias(_mysql_database: str, django_db_blocker: Any) -> Iterator[str]:
     """An empty MySQL database."""
     yield from _use(_mysql_database, django_db_blocker)
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.postgres),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+        pytest.param("mysql", marks=pytest.mark.mysql),
+    ],
+)
+def alias(request: pytest.FixtureRequest) -> str:
+    """Each database that the transport can use."""
+    return request.getfixturevalue(f"{request.param}_alias")

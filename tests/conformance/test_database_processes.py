@@ -32,18 +32,6 @@ from tests.settings import database as settings_of
 from tests.waiting import PATIENCE, wait_until
 
 
-@pytest.fixture(
-    params=[
-        "sqlite",
-        pytest.param("postgres", marks=pytest.mark.postgres),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-        pytest.param("mysql", marks=pytest.mark.mysql),
-    ],
-)
-def alias(request: pytest.FixtureRequest) -> str:
-    return request.getfixturevalue(f"{request.param}_alias")
-
-
 @pytest.fixture
 def start(alias: str) -> Iterator[Any]:
     """Start a process on the database; those still running are killed after the test."""

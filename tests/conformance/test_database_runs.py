@@ -26,18 +26,6 @@ from tests.clocks import SetClock
 LEASE = timedelta(seconds=30)
 
 
-@pytest.fixture(
-    params=[
-        "sqlite",
-        pytest.param("postgres", marks=pytest.mark.postgres),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-        pytest.param("mysql", marks=pytest.mark.mysql),
-    ],
-)
-def alias(request: pytest.FixtureRequest) -> str:
-    return request.getfixturevalue(f"{request.param}_alias")
-
-
 @pytest.fixture
 def transport(alias: str) -> DatabaseTransport:
     transport = DatabaseTransport("test", {"DATABASE": alias})
