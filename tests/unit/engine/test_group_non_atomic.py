@@ -19,11 +19,13 @@ from django.utils import timezone
 from kjo_django.engine import failures, recorder
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.group import Pipeline
+from kjo_django.engine.runners import lane
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from kjo_django.store.rows import row_of
+from tests.clocks import SetClock
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
@@ -208,15 +210,17 @@ def test_with_next_to_no_budget_each_is_recorded_before_the_next_starts(make_ben
 
 
 def test_what_has_run_is_recorded_before_another_starts_when_it_took_a_part_of_the_budget(
-    make_bench,
+    make_bench, monkeypatch
 ):
     # Given
-    bench, seen = make_bench(SHORT * 10), []
+    bench, seen, clock = make_bench(AMPLE), [], SetClock()
+    monkeypatch.setattr(recorder, "time", clock)
+    monkeypatch.setattr(lane, "time", clock)
 
     def look(number):
         seen.append(completed())
         if number == 1:
-            time.sleep(SHORT * 1.1)  # sleep: uses up a part of the budget
+            clock.advance(recorder.UNRECORDED * AMPLE + 1)
 
     as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(4)])
     # When
