@@ -280,10 +280,7 @@ def store_alike(
     with (
         tracing.tracer.enqueuing(alike) if tracing.tracer is not None else nullcontext(),
         garbage_collection.paused(),
-        # COPY cannot be what begins a transaction.
-        statements.transaction(savepoint=False, calls_handlers=statements.may_copy(len(payloads)))
-        if joins
-        else nullcontext(),
+        statements.transaction(savepoint=False) if joins else nullcontext(),
     ):
         ids = uuid7s(len(payloads))
         contents = list(zip(ids, keys, payloads, strict=True))

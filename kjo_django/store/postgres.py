@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
@@ -182,6 +182,11 @@ class _Along:
         for statement in before:
             self._execute(*statement)
         return execute(sql, params, many, context)
+
+
+def _is_ours(wrapper: Callable[..., Any]) -> bool:
+    """Return whether a query wrapper is of this package: an object, a function or a method."""
+    return str(getattr(wrapper, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _begin(driver: Any) -> str:
@@ -549,13 +554,10 @@ class PostgresStore(Store):
             self.execute_all(statements, is_last=is_last)
 
     def may_copy(self, count: int) -> bool:
-        """Return whether there are enough rows for COPY, and no query wrapper but ours.
-
-        A wrapper, such as the savepoint of a handler, does not see COPY: the rows would survive the
-        failure of a handler that enqueues first.
-        """
+        """Return whether there are enough rows for COPY, and no query wrapper but those of this
+        package: others would be given what is not a text, and no values."""
         wrappers = connections[self.alias].execute_wrappers
-        return count >= COPY_FROM and all(isinstance(each, _Along) for each in wrappers)
+        return count >= COPY_FROM and all(map(_is_ours, wrappers))
 
     def insert_alike(self, job: Job, contents: Sequence[tuple[UUID, str, bytes]]) -> None:
         """Store many rows by COPY."""
@@ -573,18 +575,27 @@ class PostgresStore(Store):
     def copy_rows(
         self, table: str, types: Mapping[str, str], rows: Iterable[Sequence[Any]]
     ) -> None:
-        """Write them in binary; the server stores some while the next are composed."""
+        """Write them in binary; the server stores some while the next are composed.
+
+        Query wrappers are called as for any other query: that of a handler's savepoint opens it.
+        """
         connection = connections[self.alias]
-        columns = ", ".join(f'"{column}"' for column in types)
-        with (
-            transaction.atomic(using=self.alias, savepoint=False),
-            connection.cursor() as cursor,
-            connection.wrap_database_errors,
-            cursor.copy(f"COPY {table} ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
-        ):
-            copy.set_types(list(types.values()))
-            for row in rows:
-                copy.write_row(row)
+        names = ", ".join(f'"{column}"' for column in types)
+        text = f"COPY {table} ({names}) FROM STDIN (FORMAT BINARY)"
+
+        def copy(*query: Any) -> None:
+            with connection.wrap_database_errors, cursor.copy(text) as copying:
+                copying.set_types(list(types.values()))
+                for row in rows:
+                    copying.write_row(row)
+
+        with transaction.atomic(using=self.alias, savepoint=False), connection.cursor() as cursor:
+            execute: Callable[..., Any] = copy
+            for wrapper in reversed(connection.execute_wrappers):
+                execute = partial(wrapper, execute)
+            # Not a text, as whatever must be sent alone.
+            sql = psycopg_module().sql.SQL(text)
+            execute(sql, None, False, {"connection": connection, "cursor": cursor})
 
     # --- The relay --------------------------------------------------------------------------------
 

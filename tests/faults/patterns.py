@@ -33,6 +33,8 @@ from tests.items.models import Item
 from tests.ledger.models import Entry
 
 REFUSED = "deadlock detected"
+MANY = 22
+"""Jobs of one call, which PostgreSQL takes by COPY."""
 EVENTS, KDLQ, STREAM, ITEMS = "faults-events", "faults-kdlq", "faults-stream", "faults-items"
 
 
@@ -120,10 +122,13 @@ class Patterns:
             if not world.is_mended:
                 raise PermanentError("not mended")
 
-        @job(name="faults.spawn", queue=QUEUE)
-        def spawn(job: str) -> None:
+        @job(name="faults.spawn", queue=QUEUE, max_attempts=5)
+        def spawn(job: str, children: list[str], ending: str) -> None:
+            payloads = [{"job": child, "ending": "completed"} for child in children]
+            kinds.jobs["atomic"].enqueue_many(payloads)
             Entry.objects.create(job=job)
-            kinds.jobs["atomic"].enqueue(job=f"{job}-child", ending="completed")
+            if error := behave(job, ending):
+                raise error
 
         @job(name="faults.again", queue=QUEUE, debounce=timedelta(seconds=4), unique_by=())
         def write_and_call_again(job: str, times: int = 0) -> None:
@@ -257,7 +262,7 @@ def relay_refused(world: World, process: Process) -> None:
 
 @scenario("enqueue-many")
 def enqueue_many(world: World, process: Process) -> None:
-    payloads = [{"job": f"k{number}", "ending": "completed"} for number in range(12)]
+    payloads = [{"job": f"k{number}", "ending": "completed"} for number in range(MANY)]
     names = [payload["job"] for payload in payloads]
     world.keys["k"] = names
     if process.ask(lambda: world.kinds.jobs["atomic"].enqueue_many(payloads)) is not None:
@@ -389,10 +394,28 @@ def debounced_within(world: World, process: Process) -> None:
         process.work()
 
 
+def _spawning(world: World, process: Process, name: str, children: int, ending: str) -> None:
+    names = [f"{name}-child-{number}" for number in range(children)]
+    world.children[name] = names
+    spawn = partial(world.patterns.spawn.enqueue, job=name, children=names, ending=ending)
+    world.enqueue(process, name, spawn)
+
+
 @scenario("enqueue-within-a-job")
 def spawning(world: World, process: Process) -> None:
-    world.enqueue(process, "parent", partial(world.patterns.spawn.enqueue, job="parent"))
+    _spawning(world, process, "parent", 1, "completed")
     process.work()
+
+
+@scenario("enqueue-many-within-jobs")
+def spawning_many(world: World, process: Process) -> None:
+    """So many that PostgreSQL takes them by COPY, as the first thing that their handlers do. The
+    first of a kind runs alone, those after it share a transaction."""
+    _spawning(world, process, "f0", 1, "completed")
+    process.work()
+    for name, ending in (("f1", "retried"), ("f2", "completed")):
+        _spawning(world, process, name, MANY, ending)
+    _work(world, process, "retried")
 
 
 # --- Operations -----------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ FACTS = (
     "promised",
     "withdrawn",
     "many",
+    "children",
     "keys",
     "calls",
     "announced",
@@ -104,6 +105,8 @@ class World:
         """What was rolled back, or failed and is not replayed: must have none."""
         self.many: set[str] = set()
         """What may take effect more than once: handlers outside a transaction."""
+        self.children: dict[str, list[str]] = {}
+        """What a handler enqueues, by the name of its job: has an effect if the job has one."""
         self.keys: dict[str, list[str]] = {}
         """Names by key, in the order they were enqueued."""
         self.calls: Counter[str] = Counter()
@@ -323,6 +326,12 @@ class World:
                 found.append(f"{name} was not to run, and has {count} effects")
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
+        for name, children in self.children.items():
+            found += [
+                f"{name} has {effects[name]} effects, and {child} has {effects[child]}"
+                for child in children
+                if effects[child] != effects[name]
+            ]
         found += self._disorder(jobs, happened) + self._problems_of_others()
         if self.never:
             failures = JobFailure.objects.filter(error__contains=self.never)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from kjo_django.engine.handler.savepoint import LazySavepoint
-from kjo_django.models import Job
+from kjo_django.models import Job, TransportMessage
 from kjo_django.store import store_for
+from kjo_django.store.postgres import PostgresStore
+from kjo_django.store.session_changes import notice
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing
 
@@ -102,15 +106,67 @@ def test_one_bad_payload_among_many_stores_none():
         write.enqueue_many([{"job": "a"}, {"job": "b", "wrong": 1}])
 
 
+@pytest.fixture
+def copied_tables(monkeypatch):
+    """The table of each COPY."""
+    tables = []
+    copy_rows = PostgresStore.copy_rows
+
+    def note(store: PostgresStore, table: str, *arguments: Any) -> None:
+        copy_rows(store, table, *arguments)
+        tables.append(table)
+
+    monkeypatch.setattr(PostgresStore, "copy_rows", note)
+    return tables
+
+
 @pytest.mark.postgres
-def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(postgres):
-    # Given: COPY is not seen by the wrapper that opens a handler's savepoint
+def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(
+    postgres, transport, copied_tables
+):
+    # Given: nothing has opened the savepoints of the handlers before
+    many = [{"job": str(n)} for n in range(100)]
     # When
     with transaction.atomic():
         savepoint = LazySavepoint(connection, store_for("default"))
-        with pytest.raises(ZeroDivisionError), savepoint.group(), savepoint:
-            write.enqueue_many([{"job": str(n)} for n in range(100)])
-            raise ZeroDivisionError
-        write.enqueue(job="other")
+        with savepoint.group():
+            with savepoint:
+                write.enqueue_many(many)
+            with pytest.raises(ZeroDivisionError), savepoint:
+                write.enqueue_many(many)
+                raise ZeroDivisionError
+            with savepoint:
+                write.enqueue(job="other")
     # Then
-    assert [job.arguments["job"] for job in Job.objects.all()] == ["other"]
+    tables = ["kjo_job"] if transport == "memory" else ["kjo_job", "kjo_transport_message"]
+    assert copied_tables == 2 * tables
+    stored = [job.arguments["job"] for job in Job.objects.order_by("id")]
+    assert stored == [*map(str, range(100)), "other"]
+    if transport == "database":
+        assert TransportMessage.objects.count() == len(stored)
+
+
+@pytest.mark.postgres
+def test_many_are_copied_in_a_session_whose_changes_are_noticed(postgres, copied_tables):
+    """The sessions of a worker's threads are watched as long as they last."""
+    with connection.execute_wrapper(notice):
+        write.enqueue_many([{"job": str(n)} for n in range(100)])
+    assert "kjo_job" in copied_tables
+    assert Job.objects.count() == 100
+
+
+@pytest.mark.postgres
+def test_a_query_wrapper_of_others_is_given_texts_only(postgres, copied_tables):
+    # Given
+    kinds = set()
+
+    def look(execute: Any, sql: Any, *others: Any) -> Any:
+        kinds.add(type(sql))
+        return execute(sql, *others)
+
+    # When
+    with connection.execute_wrapper(look):
+        write.enqueue_many([{"job": str(n)} for n in range(100)])
+    # Then
+    assert (kinds, copied_tables) == ({str}, [])
+    assert Job.objects.count() == 100
