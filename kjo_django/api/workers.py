@@ -61,6 +61,9 @@ HeldPartition = shape(
     resting_until=serializers.DateTimeField(
         allow_null=True, help_text="It hands out nothing until then."
     ),
+    waiting_since=serializers.DateTimeField(
+        allow_null=True, help_text="Since when a fetched record of it waits for a free lane."
+    ),
     running=RunningJob(many=True, help_text="Those that have run longest; five of a worker."),
 )
 WorkerDetail = shape(

@@ -64,6 +64,8 @@ class KeyQueue:
     queue: str
     # A list: most keys have one delivery, and an empty deque takes 600 bytes.
     waiting: list[Delivery]
+    ready_since: float
+    """When the first of them began to wait for a lane (monotonic)."""
     due: tuple[float, int] | None = None
     """When it starts (monotonic), of those that start later, and its number among them."""
 
@@ -265,7 +267,7 @@ class GroupScheduler:
                     key.waiting.append(delivery)
                     continue
                 queue, level = delivery.queue.name, delivery.level
-                key = self._keys[delivery.shard] = KeyQueue(delivery.shard, queue, [delivery])
+                key = self._keys[delivery.shard] = KeyQueue(delivery.shard, queue, [delivery], now)
                 self._ready[queue, delivery.mode is Mode.CONCURRENT, False, level].append(key)
                 has_new_key = True
                 if level:
@@ -304,7 +306,7 @@ class GroupScheduler:
                 self._loads[delivery.subscription, delivery.place] += delivery.weight
                 if delivery.shard in self._keys:
                     delivery.shard = object()  # a stale record of its job is there, too
-                self._keys[delivery.shard] = KeyQueue(delivery.shard, group.queue, [])
+                self._keys[delivery.shard] = KeyQueue(delivery.shard, group.queue, [], 0.0)
             self._running.update(deliveries)
             group.deliveries += deliveries
             return True
@@ -388,6 +390,7 @@ class GroupScheduler:
 
     def _make_ready(self, key: KeyQueue) -> None:
         """Let a key start of which something waits."""
+        key.ready_since = self._clock.monotonic()
         first = key.waiting[0]
         is_concurrent = first.mode is Mode.CONCURRENT
         ready = self._ready[key.queue, is_concurrent, first.is_orphan, first.level]
@@ -802,6 +805,22 @@ class GroupScheduler:
         with self._lock:
             self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
             return {tp: end - now for tp, end in self._paused_until.items()}
+
+    def waits_for_lanes(self) -> dict[TopicPartition, float]:
+        """Return of each partition how many seconds a delivery has waited that needs nothing but a
+        lane. Those of paused queues are left out."""
+        now, waits = self._clock.monotonic(), dict[TopicPartition, float]()
+        with self._lock:
+            startable = (
+                key
+                for name, ready in self._ready.items()
+                for key in ready
+                if key.waiting and name[0] not in self._paused
+            )
+            for key in startable:
+                place = key.waiting[0].place
+                waits[place] = max(waits.get(place, 0.0), now - key.ready_since)
+        return waits
 
     def raise_lanes(self, count: int) -> int:
         """Expect at least so many threads to take groups; return how many more these are."""

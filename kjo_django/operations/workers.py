@@ -24,6 +24,8 @@ from kjo_django.operations.jobs import ChangeResult, Outcomes
 from kjo_django.operations.rows import Observer, batched, key_of, on_commit
 from kjo_django.runtime import jobs_database
 
+THREADS_DIED = "Threads have died"
+"""How the last error of a worker begins that ended for that reason."""
 MOST = 5_000
 """Partitions of one worker that are read."""
 ALIVE_HEARTBEATS = 6
@@ -57,6 +59,8 @@ class Assignment:
     """When the worker's assignment in this group changed last."""
     resting_until: datetime | None = None
     """It hands out nothing until then, since a server that its messages need is down."""
+    waiting_since: datetime | None = None
+    """Since when a record of it that the worker has fetched waits for a free lane."""
     running: tuple[RunningJob, ...] = ()
     """Jobs of it that have run longest, the longest first."""
 
@@ -65,6 +69,7 @@ class Assignment:
         return asdict(self) | {
             "rebalanced_at": _isoformat(self.rebalanced_at),
             "resting_until": _isoformat(self.resting_until),
+            "waiting_since": _isoformat(self.waiting_since),
             "running": [
                 asdict(each) | {"started_at": each.started_at.isoformat()} for each in self.running
             ],
@@ -92,6 +97,7 @@ def assignments(partitions: Any) -> list[Assignment]:
                     group=each.get("group"),
                     rebalanced_at=_moment(each.get("rebalanced_at")),
                     resting_until=_moment(each.get("resting_until")),
+                    waiting_since=_moment(each.get("waiting_since")),
                     running=tuple(running),
                 )
             )

@@ -61,7 +61,7 @@ from kjo_django.ids import uuid7
 from kjo_django.logs import get_logger
 from kjo_django.models import Job
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.operations.workers import Assignment, RunningJob
+from kjo_django.operations.workers import THREADS_DIED, Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
 from kjo_django.round_trips import NEAR_LANES, lanes_for
 from kjo_django.running_job import worker_name
@@ -365,7 +365,7 @@ class Worker:
         threads += [] if self._watch.thread is None else [self._watch.thread]
         self._dead_threads = [thread.name for thread in threads if not thread.is_alive()]
         if self._dead_threads:
-            why = f"Threads have died, so the worker ends: {', '.join(self._dead_threads)}"
+            why = f"{THREADS_DIED}, so the worker ends: {', '.join(self._dead_threads)}"
             self._outages.note("threads", why, is_first=True)
         return bool(self._dead_threads)
 
@@ -585,9 +585,10 @@ class Worker:
                 RunningJob(context.job_id, delivery.kind, now - timedelta(seconds=seconds))
             )
         found, paused = [], self.scheduler.paused_partitions()
+        waits = self.scheduler.waits_for_lanes()
         for poller in self.pollers:
             for partition in poller.partitions:
-                rest = paused.get(partition)
+                rest, waited = paused.get(partition), waits.get(partition, 0.0)
                 found.append(
                     Assignment(
                         partition.topic,
@@ -595,6 +596,9 @@ class Worker:
                         poller.group,
                         rebalanced_at=poller.rebalanced_at,
                         resting_until=None if rest is None else now + timedelta(seconds=rest),
+                        waiting_since=now - timedelta(seconds=waited)
+                        if rest is None and waited >= SETTLED_AFTER
+                        else None,
                         running=tuple(running.get(partition, ())),
                     )
                 )

@@ -161,7 +161,7 @@ def test_a_worker_tells_what_it_holds_and_what_runs_there(operator: APIClient) -
     # When
     told = operator.get(f"/kjo/workers/{worker.pk}/").json()
     # Then
-    nothing = {"rebalanced_at": None, "resting_until": None, "running": []}
+    nothing = {"rebalanced_at": None, "resting_until": None, "waiting_since": None, "running": []}
     assert told["partitions"] == [
         {"group": None, "topic": "default", "partition": 0, **nothing},
         {**nothing, **held, "running": [job]},

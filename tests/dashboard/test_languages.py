@@ -55,7 +55,8 @@ NAMES = {
     *("Refused", "order"),  # of an error and an argument
     # Checks, as kjo_health and its options call them
     *("settings", "database", "coordination", "transports", "topics", "relay", "workers"),
-    *("clocks", "handlers", "lag", "failures", "progress", "scaling", "schedules"),
+    *("clocks", "handlers", "lag", "failures", "progress", "lanes", "rescues", "scaling"),
+    "schedules",
 }
 """Names that programs and people share in every language."""
 

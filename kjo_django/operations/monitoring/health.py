@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
@@ -27,11 +27,12 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
 from kjo_django.logs import get_logger
-from kjo_django.models import Job, MetricBucket
+from kjo_django.models import Job, MetricBucket, Worker
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.operations.translations import decimal
+from kjo_django.operations.workers import THREADS_DIED
 from kjo_django.probing import answer_within, is_timeout
 from kjo_django.runtime import (
     Runtime,
@@ -51,7 +52,7 @@ SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordina
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
 CLOCKS, HANDLERS = "clocks", "handlers"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
-SCHEDULES = "schedules"
+LANES, RESCUES, SCHEDULES = "lanes", "rescues", "schedules"
 
 # Advice is translated when a check has ended.
 ASK_AGAIN = gettext_noop(
@@ -66,6 +67,8 @@ SILENCE = gettext_noop(
 UNKNOWN = gettext_noop(
     "This could not be found out: put right what the error names, then ask again."
 )
+LISTED = 10
+"""Workers that are named at most."""
 LEAST_EXECUTIONS = 10
 """Below this many in the window a failure rate says nothing."""
 
@@ -443,6 +446,44 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     return False, text % facts, ""
 
 
+def _lanes(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    """Tell of workers that hold what they cannot start, and of those whose threads have died."""
+    now = CLOCK.now()
+    limit = ago(now, thresholds.idle)
+    wrong = []
+    for worker in status.workers(now):
+        waits = [each for each in worker["partitions"] if each["waiting_since"] is not None]
+        oldest = min(waits, key=lambda each: each["waiting_since"], default=None)
+        since = None if oldest is None else datetime.fromisoformat(oldest["waiting_since"])
+        if oldest is None or since is None or since > limit or not worker["is_alive"]:
+            continue
+        told = _("%(worker)s has kept what it fetched from %(place)s for %(seconds)s s")
+        place = f"{oldest['topic']}/{oldest['partition']}"
+        seconds = decimal((now - since).total_seconds(), 0)
+        wrong.append(told % {"worker": worker["name"], "place": place, "seconds": seconds})
+    ended = Worker.objects.using(jobs_database()).filter(
+        state=Worker.State.STOPPED, heartbeat_at__gte=limit, last_error__startswith=THREADS_DIED
+    )
+    for name, error in ended.values_list("name", "last_error")[:LISTED]:
+        wrong.append(_("%(worker)s has ended: %(error)s") % {"worker": name, "error": error})
+    if wrong:
+        return False, "; ".join(wrong), ""
+    return True, _("no fetched record waits long for a lane"), ""
+
+
+def _rescues(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    """Tell of jobs that are published again and again: each time their message is gone, and they
+    have not run."""
+    again = status.published_anew(CLOCK.now())
+    if not again:
+        return True, _("no job is published again and again"), ""
+    told = (
+        _("%(count)d of %(queue)s, as %(job)s") % {"count": count, "queue": queue, "job": job}
+        for queue, (count, job) in sorted(again.items())
+    )
+    return False, _("published long after they were due, and not run: %s") % ", ".join(told), ""
+
+
 def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     """Warn of more workers than partitions: each partition has one reader, so some stand by."""
     conf = get_settings()
@@ -542,6 +583,24 @@ PROBES = (
     _Probe(FAILURES, _failures, gettext_noop("Look at the open dead letters."), _STORED),
     _Probe(
         PROGRESS, _progress, gettext_noop("Start manage.py kjo_consume, or restart it."), _STORED
+    ),
+    _Probe(
+        LANES,
+        _lanes,
+        gettext_noop(
+            "Give long jobs a queue and workers of their own, or raise CONCURRENCY. Why a thread "
+            "has died is in the log of its worker."
+        ),
+        _STORED,
+    ),
+    _Probe(
+        RESCUES,
+        _rescues,
+        gettext_noop(
+            "Look what workers log of such a job. Their messages are lost (retention, deleted "
+            "topics, offsets set by hand), or workers drop them."
+        ),
+        _STORED,
     ),
     _Probe(SCALING, _scaling, gettext_noop("See the transports."), (*_STORED, TRANSPORTS)),
     _Probe(

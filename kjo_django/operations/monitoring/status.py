@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from django.db.models import Case, F, QuerySet, Value, When
 
@@ -13,6 +14,7 @@ from kjo_django.clock import CLOCK
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
+from kjo_django.ids import ago
 from kjo_django.models import (
     UNKNOWN_HANDLER,
     DeadLetter,
@@ -204,6 +206,26 @@ def due(now: datetime) -> dict[str, tuple[int, datetime]]:
             if oldest is not None:
                 known, since = found.get(queue, (0, oldest))
                 found[queue] = known + count, min(since, oldest)
+    return found
+
+
+def published_anew(now: datetime) -> dict[str, tuple[int, UUID]]:
+    """Return for each queue how many jobs wait for a worker though they were published long after
+    they were due, and the first of them. After an outage of the relay there are such jobs; those
+    that were rescued twice stay.
+
+    Looks at the thousand that were stored first.
+    """
+    patience = 2 * (now - ago(now, get_settings().rescue_after))
+    queued = Job.objects.using(jobs_database()).filter(
+        state=JobState.QUEUED, available_at__lte=ago(now, patience)
+    )
+    found: dict[str, tuple[int, UUID]] = {}
+    first = queued.order_by("pk").values_list("queue", "pk", "available_at", "queued_at")[:1000]
+    for queue, job, available_at, queued_at in first:
+        if queued_at is not None and queued_at >= available_at + patience:
+            count, example = found.get(queue, (0, job))
+            found[queue] = count + 1, example
     return found
 
 

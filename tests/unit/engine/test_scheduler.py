@@ -428,6 +428,28 @@ def test_a_shorter_pause_does_not_end_a_longer_one():
     assert lanes.paused_partitions()[TopicPartition("q", 0)] > 50
 
 
+def test_it_tells_how_long_what_needs_only_a_lane_has_waited_for_one():
+    # Given
+    clock = SetClock()
+    lanes = lanes_of(1, size=1, clock=clock)
+    at_once, behind_it = delivery("a"), delivery("a")
+    lanes.put([at_once, behind_it, delivery("b"), delivery("c", partition=1)])
+    lanes.put([delivery("d", queue="r")])
+    lanes.set_paused(["r"])
+    group = take(lanes)
+    assert group.deliveries == [at_once]
+    # When, then: what waits for the end of its key is not among them
+    clock.advance(7)
+    assert lanes.waits_for_lanes() == {TopicPartition("q", 0): 7, TopicPartition("q", 1): 7}
+    # When its key is free, and the other one of its partition has run
+    lanes.finish(group)
+    other = take(lanes)
+    lanes.finish(other)
+    clock.advance(1)
+    # Then
+    assert lanes.waits_for_lanes() == {TopicPartition("q", 0): 1, TopicPartition("q", 1): 8}
+
+
 def test_a_paused_queue_starts_nothing_until_it_is_resumed():
     lanes = lanes_of(2, size=1)
     lanes.put([delivery("a", queue="q"), delivery("b", queue="r")])

@@ -132,6 +132,7 @@ def test_what_is_stored_is_read_again():
         [{"topic": "mails"}],
         [{"topic": "mails", "partition": 0, "rebalanced_at": "yesterday"}],
         [{"topic": "mails", "partition": 0, "resting_until": 5}],
+        [{"topic": "mails", "partition": 0, "waiting_since": "long"}],
         [{"topic": "mails", "partition": 0, "running": [{"id": "1"}]}],
         [{"topic": "mails", "partition": 0, "running": 5}],
     ],

@@ -707,6 +707,34 @@ def test_its_row_names_the_job_that_runs(transport):
         wait_until(lambda: told() == [])
 
 
+def test_its_row_tells_since_when_what_it_has_fetched_waits_for_a_lane(settings):
+    # Given a log transport, which has no other worker start what this one has fetched
+    settings.KJO = {**settings.KJO, **MEMORY}
+    release = threading.Event()
+
+    def hold():
+        release.wait(PATIENCE)
+
+    def waiting_since() -> list[datetime]:
+        held = rows_by_name().get("one", ())
+        return [each.waiting_since for each in held if each.waiting_since is not None]
+
+    with Running(name="one", concurrency=1):
+        try:
+            as_job(hold, atomic=False).enqueue()
+            wait_until(lambda: any(each.running for each in rows_by_name().get("one", ())))
+            # When
+            enqueued_at = timezone.now()
+            write.enqueue(job="a")
+            # Then
+            wait_until(waiting_since)
+            assert enqueued_at <= waiting_since()[0] <= timezone.now()
+        finally:
+            release.set()
+        # And no longer than it does
+        wait_until(lambda: not waiting_since())
+
+
 def test_it_touches_its_heartbeat_file(tmp_path):
     path = tmp_path / "alive"
     with Running(heartbeat_file=str(path)):

@@ -18,12 +18,16 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.models import Job
 from kjo_django.operations.maintenance import topics
+from kjo_django.operations.maintenance.rescue import rescue
 from kjo_django.operations.monitoring import health as module
 from kjo_django.operations.monitoring.health import PROBES, Thresholds, health, is_healthy
+from kjo_django.operations.workers import THREADS_DIED
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
+from tests.clocks import set_now
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
 from tests.unit.deliveries import on_memory
 from tests.waiting import PATIENCE
@@ -293,6 +297,86 @@ def test_a_probe_that_raises_is_a_failed_check(monkeypatch):
 
     monkeypatch.setattr(MemoryTransport, "lag", lag)
     assert check("lag").ok is False
+
+
+# --- What keeps jobs from running though workers live ---------------------------------------------
+
+
+def minutes_ago(minutes):
+    return timezone.now() - timedelta(minutes=minutes)
+
+
+def holding(minutes, partition=0):
+    """Return what a worker's row tells of a partition."""
+    since = minutes_ago(minutes).isoformat()
+    return {"topic": "emails", "partition": partition, "group": "tests", "waiting_since": since}
+
+
+def test_a_worker_that_holds_what_it_cannot_start_is_told_as_long_as_it_does(monkeypatch):
+    # Given
+    now = timezone.now()
+    set_now(monkeypatch, lambda: now)
+    fetched = [holding(1), holding(20, partition=3), holding(10, partition=2)]
+    worker = WorkerFactory(name="w1", partitions=fetched)
+    WorkerFactory(partitions=[holding(20)], stale=True)
+    # When, then
+    found = check("lanes")
+    assert found.ok is False
+    assert found.detail == "w1 has kept what it fetched from emails/3 for 1200 s"
+    assert "workers of their own" in found.fix
+    assert check("lanes", thresholds=Thresholds(idle=timedelta(hours=1))).ok
+    # When
+    worker.partitions = [holding(1)]
+    worker.save()
+    # Then
+    assert check("lanes").detail == "no fetched record waits long for a lane"
+
+
+def test_a_worker_that_has_ended_since_a_thread_died_is_told():
+    # Given
+    why = f"{THREADS_DIED}, so the worker ends: kjo-lane-1"
+    WorkerFactory(name="w1", state="stopped", last_error=why)
+    WorkerFactory(state="stopped", last_error="the broker was away")
+    WorkerFactory(state="stopped", last_error=why, stale=True)
+    # When
+    found = check("lanes")
+    # Then
+    assert (found.ok, found.detail) == (False, f"w1 has ended: {why}")
+    assert "the log of its worker" in found.fix
+
+
+def test_jobs_that_are_rescued_again_and_again_are_told_until_they_run(monkeypatch):
+    # Given a job whose message is dropped each time
+    job = JobFactory(queue="emails", state="queued", queued_at=timezone.now())
+    start = timezone.now()
+
+    def rescue_after(minutes):
+        set_now(monkeypatch, lambda: start + timedelta(minutes=minutes))
+        assert rescue(["emails"]).republished == 1
+        Job.objects.update(state="queued", queued_at=timezone.now())  # as the relay does
+
+    # When, then
+    rescue_after(20)
+    assert check("rescues").ok
+    rescue_after(40)
+    found = check("rescues")
+    assert found.ok is False
+    waiting = f"1 of emails, as {job.pk}"
+    assert found.detail == f"published long after they were due, and not run: {waiting}"
+    assert "log of such a job" in found.fix
+    # When
+    Job.objects.update(state="completed", finished_at=timezone.now())
+    # Then
+    assert check("rescues").detail == "no job is published again and again"
+
+
+@pytest.mark.parametrize("after", [timedelta(days=365 * 60), timedelta.max])
+def test_where_nothing_is_ever_rescued_nothing_is_rescued_again(settings, after):
+    settings.KJO = {**settings.KJO, "RESCUE_AFTER": after}
+    JobFactory(
+        queue="emails", state="queued", available_at=minutes_ago(60), queued_at=timezone.now()
+    )
+    assert check("rescues").ok
 
 
 # --- KJO-100: the partitions bound the workers ----------------------------------------------------
