@@ -718,13 +718,16 @@ class GroupScheduler:
         dropped: list[Delivery] = []
         with self._lock:
             now = self._clock.monotonic()
+            # Mostly none, and to count what waits takes longer than to look at the next ones.
+            stuck = [name for name in self._ready if not name[2] and self._is_stuck(name, now)]
+            counts = self._count_startable(subscription, queues) if stuck else {}
             surplus = {
                 queue: 0 if queue in self._paused else count - self._startable_soon(queue, now)
-                for queue, count in self._count_startable(subscription, queues).items()
+                for queue, count in counts.items()
             }
-            for name in sorted(self._ready, key=lambda name: name[3]):
+            for name in sorted(stuck, key=lambda name: name[3]):
                 count = surplus.get(name[0], 0)
-                if count > 0 and not name[2] and self._is_stuck(name, now):
+                if count > 0:
                     gone = self._drop_last(name, count, subscription)
                     surplus[name[0]] -= len(gone)
                     dropped += gone
