@@ -27,6 +27,7 @@ from typing import Any, cast
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
 from kjo_django import tracing
@@ -189,6 +190,7 @@ def call_step(
     step: Sequence[Attempt],
     around: AbstractContextManager[object] = _NOTHING,
     *,
+    connection: BaseDatabaseWrapper | None = None,
     is_shared: bool = False,
 ) -> BaseException | None:
     """Make one call of a handler from this thread, and note in its attempts how it ended.
@@ -198,6 +200,8 @@ def call_step(
 
     :param step: one attempt, or several of a batch handler's.
     :param around: is entered for the call. What that raises fails the call.
+    :param connection: that of this thread to the database of jobs, where the caller has it: to look
+        it up takes more than a microsecond.
     :param is_shared: whether its transaction is that of others, too.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
@@ -211,7 +215,7 @@ def call_step(
     for _, run in runs:
         run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
-    variables, connection = copy_context(), connections[runtime.database]
+    variables, connection = copy_context(), connection or connections[runtime.database]
     count, began = len(connection.run_on_commit), time.perf_counter()
     try:
         with around:
