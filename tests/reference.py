@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests import docstrings, public_classes
+from tests import docstrings, promises, public_classes
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BLOCK = re.compile(r"(<!-- from the code: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -392,6 +392,9 @@ def workflow_classes() -> Iterator[str]:
 
 for _name in public_classes.BLOCKS:
     BLOCKS[_name] = partial(public_classes.lines, _name, table)
+
+
+BLOCKS["promises"] = promises.lines
 
 
 # --- Commands -------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.promise("wrong-clock")
 @pytest.mark.parametrize("ahead", [AHEAD, -AHEAD], ids=["ahead", "behind"])
 def test_a_host_whose_clock_is_wrong_runs_nothing_twice_and_nothing_early(
     engine: Engine, tmp_path: Path, ahead: float

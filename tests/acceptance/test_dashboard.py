@@ -277,6 +277,7 @@ def test_consumers_tell_who_has_what_and_what_runs(
         assert set(ends) <= set(column("Committed"))
 
 
+@pytest.mark.promise("replay")
 @pytest.mark.medium("embedded")
 @EVERY
 def test_a_dead_letter_is_edited_and_replayed_and_completes(

@@ -110,6 +110,7 @@ def assert_shipped_file_is_settled(result: Mapping[str, Any]) -> None:
     assert result["seconds"] > 0
 
 
+@pytest.mark.promise("no-servers")
 @pytest.mark.medium
 def test_the_shipped_orders_are_settled_and_every_effect_happened_once(shop: Shop) -> None:
     result = shop.result()
@@ -250,6 +251,7 @@ Worker().run(until=lambda: not Job.objects.open().exists())
 """
 
 
+@pytest.mark.promise("replay")
 def test_a_corrected_order_is_worked_off_when_its_dead_letter_is_replayed(shop: Shop) -> None:
     # Given 70 orders, three of them without a customer
     result = shop.result("--orders", "70")
@@ -374,6 +376,7 @@ def test_what_an_interrupted_run_left_is_not_counted_and_not_lost(tmp_path: Path
     assert shop.query("SELECT count(*) FROM shop_invoiceline") == [(475 + 50,)]
 
 
+@pytest.mark.promise("servers-by-settings")
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.postgres

@@ -42,6 +42,7 @@ def test_with_nothing_in_the_environment_no_server_is_named() -> None:
     assert found["DEBUG"] is True
 
 
+@pytest.mark.promise("servers-by-settings")
 @pytest.mark.parametrize("chosen", range(8))
 def test_each_variable_moves_its_part_alone(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
     kafka, redis, postgresql = (bool(chosen & bit) for bit in (1, 2, 4))

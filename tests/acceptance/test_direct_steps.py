@@ -28,6 +28,7 @@ def row_of(engine: Engine, name: str) -> Job:
     return next(job for job in engine.jobs.all() if job.arguments["job"] == name)
 
 
+@pytest.mark.promise("steps")
 @pytest.mark.medium
 def test_a_step_runs_elsewhere_whose_worker_is_killed_when_it_has_released_it(
     real: Engine,
@@ -94,6 +95,7 @@ def test_a_step_takes_effect_once_whose_worker_freezes_in_it(real: Engine, tmp_p
     real.assert_each_ran_once("ab")
 
 
+@pytest.mark.promise("stop-spends-nothing")
 def test_what_a_worker_that_stops_has_released_runs_elsewhere_at_once(
     real: Engine, tmp_path: Path
 ) -> None:

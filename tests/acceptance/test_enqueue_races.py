@@ -32,6 +32,7 @@ def group_saves_enqueue() -> Iterator[None]:
     post_save.sender_receivers_cache.clear()
 
 
+@pytest.mark.promise("rolled-back")
 @pytest.mark.medium("embedded")
 @pytest.mark.usefixtures("group_saves_enqueue")
 def test_a_rolled_back_save_leaves_nothing(engine: Engine) -> None:
@@ -85,6 +86,7 @@ def enqueue_elsewhere(name: str, **options: Any) -> Any:
         connections.close_all()
 
 
+@pytest.mark.promise("job-is-run")
 @pytest.mark.medium("embedded")
 def test_a_save_is_killed_on_its_way(engine: Engine) -> None:
     """An autocommitted save and its job are committed together or not at all."""
@@ -139,6 +141,7 @@ def test_fifty_threads_revive_one_id(engine: Engine) -> None:
     engine.assert_each_ran_once([f"thread-{answers.index('queued')}"])
 
 
+@pytest.mark.promise("stale-message")
 @pytest.mark.medium("embedded")
 def test_enqueue_cancel_enqueue(engine: Engine) -> None:
     enqueue_cancel_enqueue(engine, is_published=False)

@@ -51,6 +51,7 @@ def tell(service: Engine, *events: BaseEvent) -> list[str]:
     return [told.id for told in events]
 
 
+@pytest.mark.promise("one-transaction")
 @pytest.mark.medium("real")
 def test_killed_between_handler_and_commit(service: Engine, tmp_path: Path) -> None:
     """Issue 5, item 2: after the restart the database effects exist exactly once."""

@@ -15,6 +15,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.promise("lease-expires")
 @pytest.mark.medium("postgres")
 def test_a_worker_killed_with_coroutines_in_flight(any_engine: Engine) -> None:
     engine = any_engine
@@ -44,6 +45,7 @@ def test_a_worker_killed_with_coroutines_in_flight(any_engine: Engine) -> None:
     assert done.count() == 20
 
 
+@pytest.mark.promise("death-is-an-attempt")
 def test_a_crash_costs_an_attempt_and_nothing_is_lost(engine: Engine) -> None:
     # Given
     first = engine.ready_worker()

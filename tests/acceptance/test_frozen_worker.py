@@ -30,6 +30,7 @@ def freeze_in_the_middle(engine: Engine, path: Path, definition: Any) -> tuple[P
     return frozen, other
 
 
+@pytest.mark.promise("lease-expires")
 @pytest.mark.medium("embedded")
 def test_a_frozen_worker_loses_its_job(engine: Engine, tmp_path: Path) -> None:
     """Outside a transaction, where the lease in the row decides."""

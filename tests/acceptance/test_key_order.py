@@ -26,6 +26,7 @@ def enqueue(prefix: str, count: int, milliseconds: float) -> list[str]:
     return names
 
 
+@pytest.mark.promise("order-by-key")
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.postgres
@@ -77,6 +78,7 @@ def test_two_processes_keep_the_order_of_keys(any_engine: Engine) -> None:
     any_engine.assert_each_ran_once(names)
 
 
+@pytest.mark.promise("order-by-key")
 @pytest.mark.medium("embedded", "real")
 def test_keys_keep_their_order_through_a_kill(engine: Engine) -> None:
     names = enqueue("killed", 200, 5)

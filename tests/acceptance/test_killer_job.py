@@ -11,6 +11,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.promise("killer-job")
 def test_a_job_that_kills_its_process(engine: Engine) -> None:
     # Given supervised workers, a killer, and bystanders before, beside and behind it that may be
     # tried no more often than the killer

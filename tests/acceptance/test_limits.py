@@ -42,6 +42,7 @@ def limiting(engine_name: str, request: Any) -> Engine:
     return engine
 
 
+@pytest.mark.promise("limit")
 @every_engine
 @pytest.mark.parametrize("name", ["start_rated", "start_rated_in_transaction"])
 def test_a_rate_holds_over_four_workers_one_of_which_is_killed(
@@ -153,6 +154,7 @@ def without_redis(
         yield engine
 
 
+@pytest.mark.promise("limit-without-coordination")
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.postgres

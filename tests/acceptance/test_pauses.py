@@ -27,6 +27,7 @@ def streams(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StreamEn
 STREAMS = pytest.param("streams", marks=[pytest.mark.redis, pytest.mark.postgres])
 
 
+@pytest.mark.promise("order-by-key")
 @pytest.mark.medium("real")
 @pytest.mark.parametrize("kind", ["embedded", REAL, STREAMS])
 def test_an_outage_inverts_no_key_and_costs_no_attempt(

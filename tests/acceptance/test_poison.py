@@ -95,6 +95,7 @@ def publish(engine: Engine, records: list[OutgoingRecord]) -> None:
     assert errors == [None] * len(records)
 
 
+@pytest.mark.promise("dead-letter-is-a-row")
 @pytest.mark.medium("mariadb", "real")
 def test_poison_on_the_topic(any_engine: Engine) -> None:
     # Given poison of every kind between good messages, keyed and not, on one partition

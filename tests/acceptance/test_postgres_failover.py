@@ -191,6 +191,7 @@ def end(engine: Engine, programs: list[Program], loads: list[Orders]) -> Found:
     return audit(engine, loads)
 
 
+@pytest.mark.promise("synchronous-standby")
 def test_the_primary_is_killed_under_load(
     pair: PostgresPair, engine: Engine, loads: list[Orders]
 ) -> None:
@@ -318,6 +319,7 @@ def test_a_pooler_is_switched_over_under_load(
         assert "Traceback" not in program.log
 
 
+@pytest.mark.promise("synchronous-standby")
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_primary_is_killed_twenty_times(

@@ -44,6 +44,7 @@ def streams(redis_server: Any, database_url: str, tmp_path: Path) -> Iterator[St
         yield engine
 
 
+@pytest.mark.promise("lease-expires")
 @pytest.mark.medium
 def test_a_worker_killed_with_ten_jobs_in_flight_leaves_them_to_others_RST_F1(
     streams: StreamEngine, tmp_path: Path
@@ -80,6 +81,7 @@ def test_a_backlog_of_5000_drains_fully_RST_F2_RST_F9(streams: StreamEngine) -> 
     assert streams.lag() == 0
 
 
+@pytest.mark.promise("row-decides")
 @pytest.mark.medium
 def test_a_worker_survives_a_flushed_redis_RST_F10(streams: StreamEngine) -> None:
     # Given a worker whose groups, leases and messages are all gone at once
@@ -136,6 +138,7 @@ def test_an_entry_another_system_wrote_is_read_as_its_fields_RST_21(streams: Str
     subscription.close()
 
 
+@pytest.mark.promise("debounced-payload")
 @pytest.mark.medium
 def test_a_replaced_payload_never_runs_and_a_debounced_one_runs_last(streams: StreamEngine) -> None:
     # Given a job whose message is in the stream, and one whose message is not

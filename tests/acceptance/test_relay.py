@@ -23,6 +23,7 @@ from tests.ledger import jobs
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.promise("job-is-run")
 @pytest.mark.medium("1")
 @pytest.mark.kafka
 @pytest.mark.redis
@@ -53,6 +54,7 @@ def test_a_relay_killed_between_publish_and_record(real: Engine, batches: int) -
     assert real.failures.count() == 20
 
 
+@pytest.mark.promise("stale-message")
 @pytest.mark.medium("real")
 @SELDOM_ON_MARIADB
 def test_copies_of_a_message_that_fails_at_first(engine: Engine) -> None:
@@ -81,6 +83,7 @@ def test_copies_of_a_message_that_fails_at_first(engine: Engine) -> None:
     assert engine.failures.count() == 50
 
 
+@pytest.mark.promise("stale-message")
 @SELDOM_ON_MARIADB
 def test_a_stale_copy_before_the_retry(engine: Engine) -> None:
     """A late copy of attempt 1 in one group with attempt 2: the copy is dropped, the retry runs."""

@@ -38,6 +38,7 @@ def ticks_of(engine: Engine) -> dict[str, list[datetime]]:
     return {name: sorted(found) for name, found in ticks.items()}
 
 
+@pytest.mark.promise("tick")
 @pytest.mark.parametrize("kind", ["embedded", POSTGRES, MARIADB, MYSQL])
 def test_four_schedulers_that_are_killed(kind: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(kind)

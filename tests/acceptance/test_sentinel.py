@@ -59,6 +59,7 @@ def demoted(primary: RedisServer, replica: RedisServer) -> Iterator[None]:
     wait_until(replica.has_replica, "the one that was frozen becomes a replica")
 
 
+@pytest.mark.promise("row-decides")
 @pytest.mark.parametrize(
     ("loss", "engine"),
     [

@@ -64,6 +64,7 @@ def engine(own: Own, template: str, tmp_path: Path, django_db_blocker: Any) -> I
         yield engine
 
 
+@pytest.mark.promise("job-is-run")
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
 @pytest.mark.parametrize("name", Own._fields)
 def test_a_server_restarts_under_load(name: str, kill: bool, own: Own, engine: Engine) -> None:

@@ -106,6 +106,7 @@ def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
     engine.assert_each_ran_once(["long"])
 
 
+@pytest.mark.promise("stop-spends-nothing")
 @SELDOM_ON_MARIADB
 def test_a_job_longer_than_the_grace_period(engine: Engine, tmp_path: Path) -> None:
     # Given a worker in the middle of a job that takes longer than it will be given

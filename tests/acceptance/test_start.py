@@ -50,6 +50,7 @@ def is_of(packages: tuple[str, ...], module: str) -> bool:
     return any(module == other or module.startswith(f"{other}.") for other in packages)
 
 
+@pytest.mark.promise("no-servers")
 @pytest.mark.timeout(120)
 def test_a_worker_of_a_new_project_imports_and_holds_little(
     embedded: Engine, tmp_path: Path

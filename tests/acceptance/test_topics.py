@@ -15,6 +15,7 @@ from tests.waiting import PATIENCE
 pytestmark = [pytest.mark.timeout(300), pytest.mark.large]
 
 
+@pytest.mark.promise("where-jobs-are")
 def test_a_topic_that_is_deleted_under_a_worker_is_made_again(real: Engine) -> None:
     """FINDINGS 2.11: it was, by a restart only."""
     worker = real.ready_worker()

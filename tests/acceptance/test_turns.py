@@ -22,6 +22,7 @@ def warm_up(engine: Engine) -> list[str]:
     return names
 
 
+@pytest.mark.promise("job-is-run", "not-atomic-crash")
 @pytest.mark.medium("embedded", "real")
 def test_a_worker_killed_in_a_slow_one_behind_quick_ones(
     any_engine: Engine, tmp_path: Path
@@ -55,6 +56,7 @@ def test_a_worker_killed_in_a_slow_one_behind_quick_ones(
     assert set(engine.jobs.filter(pk__in=done).values_list("attempts", flat=True)) == {1}
 
 
+@pytest.mark.promise("killer-job", "not-atomic-crash")
 @pytest.mark.medium("real")
 def test_a_job_that_kills_its_process_takes_nobody_with_it(any_engine: Engine) -> None:
     engine = any_engine

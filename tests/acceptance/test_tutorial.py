@@ -158,5 +158,6 @@ def follow_the_tutorial(reader: Reader) -> None:
     )
 
 
+@pytest.mark.promise("no-servers")
 def test_the_tutorial_works_as_it_is_written(reader: Reader) -> None:
     follow_the_tutorial(reader)

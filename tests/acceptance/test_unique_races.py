@@ -35,6 +35,7 @@ def together(definition: Any, count: int = THREADS) -> list[Any]:
         return list(pool.map(enqueue, range(count)))
 
 
+@pytest.mark.promise("unique-window")
 @pytest.mark.medium("mariadb", "postgres")
 def test_of_threads_that_enqueue_at_once_one_stores_the_job(any_engine: Engine) -> None:
     # When
@@ -48,6 +49,7 @@ def test_of_threads_that_enqueue_at_once_one_stores_the_job(any_engine: Engine) 
     any_engine.assert_each_ran_once([f"thread-{winner}"])
 
 
+@pytest.mark.promise("debounced-payload")
 @pytest.mark.medium("mariadb", "postgres")
 def test_of_threads_that_debounce_at_once_the_last_payload_runs(any_engine: Engine) -> None:
     # When
@@ -104,6 +106,7 @@ def test_a_call_while_the_job_runs_is_run_after_it(
     assert order == ["running", "last"]
 
 
+@pytest.mark.promise("debounced-payload")
 def test_a_worker_is_killed_while_a_debounced_job_runs(engine: Engine, tmp_path: Path) -> None:
     """The call that came meanwhile runs, and so does the job that was interrupted."""
     # Given a job that is running

@@ -112,6 +112,7 @@ def kill_while_workflows_run(engine: Engine, workflows: int, steps: int, kills: 
     return assert_all_holds(engine)
 
 
+@pytest.mark.promise("steps")
 @pytest.mark.medium("real")
 @pytest.mark.timeout(400)
 @SELDOM_ON_MARIADB
@@ -180,6 +181,7 @@ def fan_in(engine: Engine, count: int, kill_every: float = 0.0) -> tuple[float, 
     return alone, with_callback
 
 
+@pytest.mark.promise("steps")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [REAL])
 def test_a_callback_of_many_members_runs_once(name: str, request: pytest.FixtureRequest) -> None:

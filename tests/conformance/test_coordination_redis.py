@@ -43,6 +43,7 @@ class TestRedisWithAPrefix(TestRedis):
     options = {"CACHE": "kjo", "KEY_PREFIX": "{shop*}"}
 
 
+@pytest.mark.promise("limit-without-coordination")
 @pytest.mark.redis
 def test_a_server_that_lost_its_data_limits_nothing(redis_server: Any) -> None:
     """The permits and slots it gave before are unknown to it: others would be too many."""

@@ -193,6 +193,7 @@ def test_equal_hashes_are_all_that_keys_are_compared_by() -> None:
 # --- Priorities -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("priority")
 def test_rows_are_claimed_by_priority_and_in_order_within_one(
     transport: DatabaseTransport, subscribe: Subscribe
 ) -> None:
@@ -205,6 +206,7 @@ def test_rows_are_claimed_by_priority_and_in_order_within_one(
     assert [record.priority for record in found] == [5, 5, 0, 0, -1, -1]
 
 
+@pytest.mark.promise("no-starvation")
 def test_no_priority_starves_beside_a_flood_of_higher_ones(
     transport: DatabaseTransport, subscribe: Subscribe
 ) -> None:

@@ -85,6 +85,7 @@ def test_two_processes_drain_what_a_third_publishes(alias: str, start: Any) -> N
     assert sum(subscribed.lag(["shared"], "group").values()) == 0
 
 
+@pytest.mark.promise("lease-expires")
 def test_rows_of_a_killed_worker_come_back(alias: str, start: Any) -> None:
     """KJO-69 for records: the lease ends, nobody cleans up, the order stays."""
     transport = DatabaseTransport("test", {"DATABASE": alias})

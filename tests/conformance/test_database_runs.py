@@ -349,6 +349,7 @@ def test_what_dead_consumers_have_left_is_deleted_a_day_later(
     assert list(left) == [living._token]
 
 
+@pytest.mark.promise("death-is-an-attempt")
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_each_death_is_counted_and_nothing_else(
     transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock, seed: int

@@ -120,6 +120,7 @@ def working(topic: str) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@pytest.mark.promise("stored-before-acknowledged")
 @pytest.mark.large("by a restart")
 @pytest.mark.parametrize(
     ("mended", "real_database"),

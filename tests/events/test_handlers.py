@@ -152,6 +152,7 @@ def test_a_replayed_event_runs_in_this_group_alone_and_once(service, transport) 
         assert len(read_all(TOPIC)) == 2
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize("id", ["e1", "e" * 255])
 def test_each_generation_takes_effect_whatever_the_length_of_its_id(service, id) -> None:
     # Given an event that failed
@@ -331,6 +332,7 @@ def test_a_handler_of_a_topic_that_is_only_published_to_is_refused(settings) -> 
         def handle(event: BaseEvent) -> None: ...
 
 
+@pytest.mark.promise("skipped-is-counted")
 def test_a_worker_counts_what_it_passes_over(transport) -> None:
     """Nothing is silent: the minute's row shows it."""
 

@@ -253,6 +253,7 @@ def test_progress_is_committed_within_a_batch() -> None:
     assert KafkaOptions("default", SERVERS).commit_interval == 0.5
 
 
+@pytest.mark.promise("outside-effects")
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.usefixtures("memory")
 def test_delivery_is_at_least_once_and_effects_are_once() -> None:

@@ -364,6 +364,7 @@ def test_jobs_start_in_the_order_they_came(world: World) -> None:
     assert started == list(range(20))
 
 
+@pytest.mark.promise("limit")
 @every_engine
 def test_slots_hold_over_four_workers_one_of_which_dies(world: World) -> None:
     """Handlers run to their end here, one after the other: what counts is who holds a slot."""
@@ -432,6 +433,7 @@ def read_controls(workers: Workers) -> None:
         process.worker.controls.read()
 
 
+@pytest.mark.promise("limit")
 @every_engine
 def test_a_rate_and_slots_together(world: World) -> None:
     started: list[float] = []
@@ -473,6 +475,7 @@ def take_slot(name: str) -> Callable[[], None]:
     return partial(coordination.release, names, "another")
 
 
+@pytest.mark.promise("frozen-slot")
 @every_engine
 @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "outside"])
 def test_a_worker_that_is_frozen_before_a_start_does_not_use_the_slot_it_has_lost(

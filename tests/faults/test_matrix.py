@@ -38,6 +38,9 @@ a_few_scenarios = pytest.mark.parametrize(
 every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
 
 
+@pytest.mark.promise(
+    "stored-before-acknowledged", "one-transaction", "no-stuck-state", "steps", "order-by-key"
+)
 @pytest.mark.medium("sqlite-memory")
 @every_engine
 @a_few_scenarios

@@ -66,6 +66,7 @@ def send(key: str | None, value: str, topic: str = "pay", **headers: bytes) -> N
     assert get_transport().publish([record])[0].error is None
 
 
+@pytest.mark.promise("dead-letter-is-a-row")
 def test_ok_redelivered_and_killed(transport) -> None:
     """KDLQ-04 … 06 in the pipeline; what a refused processor wrote is undone."""
     runs = []

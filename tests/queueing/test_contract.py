@@ -360,6 +360,7 @@ def test_handlers_of_every_kind_before_and_after_the_start(
     assert one.enqueue_and_wait("d", 5, timeout=90) == 10
 
 
+@pytest.mark.promise("stop-spends-nothing")
 @pytest.mark.large("kafka", "memory", "sqlite")
 def test_stop_waits_and_hands_back(queue: Queue) -> None:
     """PJQ-49, PJQ-72, PJQ-76, PJQ-F13, PJQ-F14: what runs may end; what will not is aborted and

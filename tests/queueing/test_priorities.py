@@ -334,6 +334,7 @@ beside_a_backlog = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.promise("priority")
 @beside_a_backlog
 def test_an_urgent_job_is_fetched_and_begins_before_a_backlog(
     configure, transport, priorities, monkeypatch
@@ -415,6 +416,7 @@ def test_an_urgent_job_begins_at_once_beside_a_backlog_that_goes_on(
         assert len(mail.begun) < BACKLOG
 
 
+@pytest.mark.promise("no-starvation")
 @pytest.mark.parametrize("transport", ["memory", "database"])
 def test_low_jobs_advance_beside_a_flood_of_urgent_ones(configure, transport):
     # Given as many urgent jobs as a worker needs seconds for, and some low ones
@@ -428,6 +430,7 @@ def test_low_jobs_advance_beside_a_flood_of_urgent_ones(configure, transport):
         assert sum(name.startswith("urgent") for name in mail.begun) < 550
 
 
+@pytest.mark.promise("order-within-level")
 @pytest.mark.parametrize(
     ("transport", "priorities"),
     [
@@ -460,6 +463,7 @@ def test_jobs_of_one_key_and_level_keep_their_order_whatever_their_priorities(
         ]
 
 
+@pytest.mark.promise("order-within-level")
 @pytest.mark.parametrize(
     ("levels", "stored"),
     [

@@ -28,6 +28,7 @@ from tests.queueing.conftest import QUICK
 from tests.waiting import PATIENCE, wait_until
 
 
+@pytest.mark.promise("no-stuck-state")
 def test_a_worker_rescues_jobs_whose_message_is_gone(queue: Queue, settings: Any) -> None:
     """PJQ-10, PJQ-70, PJQ-F8, PJQ-F15: a periodic scan, wherever the message was lost."""
     stalled: list[Any] = []

@@ -143,6 +143,7 @@ def test_the_log_says_how_many_ticks_are_skipped_each_time(clock, caplog):
     assert [text.split(" skips ")[1].split()[0] for text in told] == ["3", "3"]
 
 
+@pytest.mark.promise("tick")
 def test_two_workers_store_a_tick_once(clock):
     scheduled()
     one, other = step(), step()
@@ -152,6 +153,7 @@ def test_two_workers_store_a_tick_once(clock):
     assert len(ticks_of()) == 1
 
 
+@pytest.mark.promise("tick")
 def test_a_row_that_is_set_back_stores_no_tick_twice(clock):
     row = scheduled()
     clock.advance(61)
@@ -163,6 +165,7 @@ def test_a_row_that_is_set_back_stores_no_tick_twice(clock):
     assert row.skipped_count == 1
 
 
+@pytest.mark.promise("missed-tick")
 @pytest.mark.parametrize(
     ("catch_up", "expected"),
     [("none", 0), ("one", 1), ("all", 6)],
@@ -180,6 +183,7 @@ def test_ticks_that_nobody_was_there_for(clock, catch_up, expected):
     assert (row.last_at, row.next_at) == (ticks[-1], ticks[-1] + minutes(10))
 
 
+@pytest.mark.promise("missed-tick")
 @pytest.mark.parametrize("catch_up", ["none", "one", "all"])
 def test_ticks_that_are_only_late_are_all_stored(clock, catch_up):
     scheduled(every=5, catch_up=catch_up)

@@ -41,6 +41,7 @@ def check(simulation: Simulation, seed: int) -> None:
     assert not problems, "\n".join([told, *problems, dumped(steps)])
 
 
+@pytest.mark.promise("one-transaction", "no-stuck-state")
 @pytest.mark.large("database")
 @every_transport
 def test_a_sample_of_schedules(simulation: Simulation) -> None:

@@ -19,6 +19,7 @@ from django.utils import timezone
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import get_settings
+from kjo_django.models import Job
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.monitoring.health import health
 from kjo_django.round_trips import GroupBudget
@@ -28,6 +29,7 @@ from kjo_django.worker.process import Worker
 from tests.clocks import set_now
 from tests.databases import MARIADB
 from tests.factories import WorkerFactory
+from tests.ledger.jobs import write
 from tests.unit import deliveries
 
 HOUR = 3600.0
@@ -101,12 +103,46 @@ def clocks() -> Any:
     return check
 
 
+FIVE_MINUTES = timedelta(minutes=5)
+
+
+@pytest.mark.promise("web-clock")
+@pytest.mark.django_db
+def test_what_a_web_process_delays_is_due_later_by_what_its_hosts_clock_is_ahead() -> None:
+    right = timezone.now()
+    with host_ahead(HOUR):
+        write.using(delay=FIVE_MINUTES).enqueue(job="a")
+    due = Job.objects.get().available_at - right - timedelta(seconds=HOUR)
+    assert FIVE_MINUTES <= due < FIVE_MINUTES + MINUTE
+
+
+@pytest.mark.promise("delay-clock")
+@pytest.mark.django_db
+def test_in_a_worker_a_delay_counts_from_the_databases_clock() -> None:
+    right = timezone.now()
+    with host_ahead(HOUR):
+        CLOCK.follow(HOUR)
+        write.using(delay=FIVE_MINUTES).enqueue(job="a")
+    assert FIVE_MINUTES <= Job.objects.get().available_at - right < FIVE_MINUTES + MINUTE
+
+
+@pytest.mark.promise("run-at-clock")
+@pytest.mark.django_db
+def test_a_moment_that_a_handler_computes_stays_as_it_is() -> None:
+    with host_ahead(HOUR):
+        CLOCK.follow(HOUR)
+        moment = timezone.now() + FIVE_MINUTES
+        write.using(run_at=moment).enqueue(job="a")
+    assert Job.objects.get().available_at == moment
+
+
 @pytest.mark.django_db(transaction=True)
 def test_clocks_that_agree_are_well() -> None:
     WorkerFactory(heartbeat_at=timezone.now())
     assert (clocks().ok, clocks().fix) == (True, "")
 
 
+@pytest.mark.promise("wrong-clock")
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(("ahead", "words"), [(600, "600.0 s ahead"), (-7, "7.0 s behind")])
 def test_health_names_the_host_whose_clock_is_wrong_and_by_how_much(
@@ -128,6 +164,7 @@ def database_with_a_clock(request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(request.param)
 
 
+@pytest.mark.promise("database-clock", "wrong-clock", "clock-jump")
 @pytest.mark.usefixtures("database_with_a_clock")
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
 def test_a_worker_goes_by_its_databases_clock_and_says_so(
@@ -181,6 +218,7 @@ def check() -> ClockCheck:
     return ClockCheck(cast(Runtime, runtime))
 
 
+@pytest.mark.promise("clock-jump")
 def test_a_clock_that_drifts_is_told_at_every_second(
     check: ClockCheck, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ def only(kind: type, given: object, where: str = "KJO") -> Problem:
 # --- Defaults -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("no-servers")
 @override_settings(KJO={})
 def test_with_no_settings_at_all_everything_has_a_default():
     """Promise 5."""

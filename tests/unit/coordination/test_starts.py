@@ -109,6 +109,7 @@ def test_of_what_is_permitted_nearly_all_starts_and_never_more(text: str, stalls
     assert world.most_within(pace.seconds) <= pace.most
 
 
+@pytest.mark.promise("limit")
 @settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**32),

@@ -10,10 +10,11 @@ from django.utils import timezone
 from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
+from kjo_django.operations.maintenance.prune import prune
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
-from tests.unit.engine.bench import both, settled
+from tests.unit.engine.bench import GOOD, both, settled
 
 
 def test_a_job_delivered_again_after_its_commit_is_a_duplicate(bench):
@@ -28,6 +29,7 @@ def test_a_job_delivered_again_after_its_commit_is_a_duplicate(bench):
     assert bench.results[1] in (Ending.DUPLICATE, Ending.SKIPPED)
 
 
+@pytest.mark.promise("stale-message")
 @both
 def test_two_records_of_one_job_in_a_group_run_it_once(bench):
     """A relay that crashed between publish and record publishes again."""
@@ -109,6 +111,7 @@ def test_a_record_of_an_attempt_that_has_been_is_stale(bench):
     assert the_job().attempts == 1
 
 
+@pytest.mark.promise("row-pruned")
 def test_a_job_whose_row_was_deleted_does_not_run(bench):
     ledger.write.enqueue(job="a")
     deliveries = bench.poll()
@@ -119,6 +122,23 @@ def test_a_job_whose_row_was_deleted_does_not_run(bench):
     assert settled(bench)
 
 
+@pytest.mark.promise("marker-pruned")
+def test_a_message_of_another_service_runs_again_once_its_marker_is_pruned(bench):
+    # Given one that has taken effect, and whose copies do not
+    bench.publish(b'{"job":"a"}', **GOOD)
+    deliveries = bench.poll()
+    for _ in range(2):
+        bench.run(deliveries)
+    assert entries() == {"a": 1}
+    # When
+    ProcessedEvent.objects.update(processed_at=timezone.now() - timedelta(days=31))
+    prune()
+    bench.run(deliveries)
+    # Then
+    assert entries() == {"a": 2}
+
+
+@pytest.mark.promise("dead-letter-is-a-row")
 def test_a_job_that_was_not_started_in_time_dies_unrun(bench, transport):
     ledger.write.using(expires_at=timezone.now() - timedelta(seconds=1)).enqueue(job="a")
     bench.run()

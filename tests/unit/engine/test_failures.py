@@ -47,6 +47,7 @@ def test_a_failing_one_leaves_the_others_of_its_group_completed(bench, transport
     ]
 
 
+@pytest.mark.promise("one-transaction")
 @pytest.mark.postgres
 def test_a_groups_completions_share_one_transaction(bench, real_database):
     if real_database != "postgresql":
@@ -95,6 +96,27 @@ def test_a_retry_is_not_due_before_its_time(bench, transport):
     assert len(bench.poll()) == 1
 
 
+@pytest.mark.promise("failed-loses-place")
+@both
+def test_later_jobs_of_its_key_run_before_the_retry_of_a_failed_one(bench, transport):
+    # Given
+    ran = []
+
+    def fail_once(context, job: str) -> None:
+        ran.append((job, context.attempt))
+        if (job, context.attempt) == ("first", 1):
+            raise RuntimeError("not now")
+
+    keyed = as_job(fail_once, takes_context=True).using(key="k")
+    for name in ("first", "second"):
+        keyed.enqueue(job=name)
+    # When
+    bench.run_until_done()
+    # Then
+    assert ran == [("first", 1), ("second", 1), ("first", 2)]
+
+
+@pytest.mark.promise("dead-letter-is-a-row")
 @both
 def test_attempts_end_in_a_dead_letter(bench, transport):
     # Given
@@ -129,6 +151,7 @@ def test_a_log_gets_the_dead_letter_too(bench):
     assert record.headers[names.DLQ_ORIGINAL_TOPIC] == b"ledger"
 
 
+@pytest.mark.promise("stored-before-acknowledged")
 def test_a_dead_letter_its_topic_refuses_is_neither_recorded_nor_acknowledged(bench, monkeypatch):
     """KII-F3: the topic first, then the row, then the offset."""
     # Given

@@ -121,6 +121,7 @@ def origin(headers: dict[str, bytes]) -> tuple[str, int, int]:
     )
 
 
+@pytest.mark.promise("replay")
 @pytest.mark.parametrize(
     ("queue", "key"),
     [

@@ -98,6 +98,7 @@ def test_a_keyboard_interrupt_in_the_main_thread_goes_on(bench):
         bench.run()
 
 
+@pytest.mark.promise("stored-before-acknowledged")
 @both
 def test_a_run_that_was_not_judged_is_not_acknowledged(bench, monkeypatch):
     """Taken for settled, its job would stay open for ever."""

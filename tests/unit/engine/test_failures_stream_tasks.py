@@ -140,6 +140,7 @@ def test_a_message_that_bears_the_id_of_an_open_job_of_ours_is_a_dead_letter(ben
     assert entries() == {"ours": 1}
 
 
+@pytest.mark.promise("skipped-is-logged")
 @both
 def test_what_is_skipped_is_logged_with_its_reason(bench, caplog):
     # Given a job that was cancelled after its message was sent

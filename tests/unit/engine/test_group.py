@@ -117,6 +117,7 @@ def test_the_handler_is_told_about_its_run(bench):
     assert not context.aborted
 
 
+@pytest.mark.promise("idempotency-key")
 def test_the_idempotency_key_is_the_same_in_every_attempt(bench):
     # Given
     keys = []

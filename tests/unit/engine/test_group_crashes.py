@@ -32,6 +32,7 @@ def crashed_while_running(bench: Bench, deliveries, times: int = 1) -> None:
             assert claim.acquired
 
 
+@pytest.mark.promise("death-is-an-attempt")
 @both
 def test_a_crash_counts_as_an_attempt(bench):
     """Promise 3, PJQ-F10."""
@@ -90,6 +91,7 @@ def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
     assert groups == [2, 1]
 
 
+@pytest.mark.promise("killer-job")
 def test_a_job_that_killed_all_its_workers_ends_as_stalled(bench):
     """Show 5."""
     # Given
@@ -185,6 +187,7 @@ def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, ano
     assert all(job.attempts == 1 for job in Job.objects.all())
 
 
+@pytest.mark.promise("row-decides")
 def test_without_coordination_the_database_decides(bench, another, coordination_away):
     # Given
     coordination_away("claim", "renew", "release", "holders")
@@ -197,6 +200,19 @@ def test_without_coordination_the_database_decides(bench, another, coordination_
     assert entries() == {"a": 1}
     assert bench.results == [Ending.COMPLETED]
     assert another.results[0] in (Ending.DUPLICATE, Ending.SKIPPED)
+
+
+@pytest.mark.promise("uncounted-deaths")
+def test_without_coordination_no_death_is_counted(bench, coordination_away):
+    # Given a job whose worker has died
+    ledger.write_attempt.enqueue(job="a")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries)
+    # When
+    coordination_away("claim", "renew", "release", "holders")
+    bench.run(deliveries)
+    # Then
+    assert (the_job().state, the_job().attempts) == ("completed", 1)
 
 
 def test_a_worker_that_is_not_alive_loses_its_leases(bench):

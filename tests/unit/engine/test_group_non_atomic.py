@@ -209,6 +209,7 @@ def test_with_next_to_no_budget_each_is_recorded_before_the_next_starts(make_ben
     assert settled(bench)
 
 
+@pytest.mark.promise("not-atomic-crash")
 def test_what_has_run_is_recorded_before_another_starts_when_it_took_a_part_of_the_budget(
     make_bench, monkeypatch
 ):

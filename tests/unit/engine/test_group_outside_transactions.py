@@ -46,6 +46,20 @@ def test_a_plain_handler_runs_outside_any_transaction(bench, transport):
     assert settled(bench)
 
 
+@pytest.mark.promise("not-atomic")
+def test_what_a_plain_handler_wrote_before_it_failed_is_written_again(bench):
+    # Given
+    def plain(job):
+        Entry.objects.create(job=job)
+        raise ValueError("after it has written")
+
+    as_job(plain, atomic=False, max_attempts=2).enqueue(job="a")
+    # When
+    bench.run_until_done()
+    # Then
+    assert entries() == {"a": 2}
+
+
 def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(bench, monkeypatch):
     """A transaction that reads and then writes meets "database is locked" at once, whatever the
     time-out, when somebody else writes in between."""

@@ -51,6 +51,7 @@ def show_alive_until_nothing_is_leased(worker) -> None:
     wait_until(lambda: worker.leases.show_alive() or not leases(), "no lease is left", leases)
 
 
+@pytest.mark.promise("row-decides")
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_worker_waits_for_it_once_and_not_with_every_group(worker, redis, atomic, monkeypatch):
     # Given jobs of which each is a group
@@ -82,6 +83,7 @@ def test_a_worker_waits_for_it_once_and_not_with_every_group(worker, redis, atom
     show_alive_until_nothing_is_leased(worker)
 
 
+@pytest.mark.promise("uncounted-deaths")
 def test_leases_are_taken_again_when_it_answers(worker, redis):
     # Given a silence
     held = []

@@ -113,6 +113,7 @@ def another_takes_the_slot() -> LeaseBook:
     return other
 
 
+@pytest.mark.promise("frozen-slot")
 def test_a_run_that_begins_after_the_thaw_is_interrupted(standing_clock: Clock) -> None:
     # Given a worker that is frozen between taking a slot and calling the handler
     worker = Worker()

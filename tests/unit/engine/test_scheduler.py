@@ -733,6 +733,7 @@ def test_a_queue_that_was_idle_for_long_has_saved_up_nothing():
     assert 9 <= counts["late"] <= 11
 
 
+@pytest.mark.promise("no-starvation")
 def test_what_is_urgent_starts_before_what_waited_longer_and_the_low_ones_go_on():
     lanes = lanes_of(1)
     for level in (-1, 0, 1, 2):

@@ -17,6 +17,7 @@ class Changed(Exception):
     """The caller's mind."""
 
 
+@pytest.mark.promise("rolled-back")
 @pytest.mark.django_db(transaction=True)
 def test_a_rollback_leaves_nothing_and_wakes_nobody(calls, told):
     """Promise 1, show 6."""

@@ -51,6 +51,7 @@ def notes() -> list[str]:
 # --- Windows --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("unique-window")
 def test_of_a_window_one_job_is_stored(told, django_capture_on_commit_callbacks):
     # When the same is enqueued twice, and something else
     with django_capture_on_commit_callbacks(execute=True):
@@ -532,6 +533,7 @@ class TestOnPostgres:
         assert [answer.is_new for answer in answers] == [True]
         assert notes() == ["running", "second"]
 
+    @pytest.mark.promise("unique-without-coordination")
     def test_while_coordination_is_away_nobody_waits_for_a_locked_row(self, coordination_away):
         latest.enqueue(job="a", note="first")
         let_run(Job.objects.get())

@@ -347,6 +347,7 @@ def test_rates_that_nobody_asks_about_are_not_asked_for(coordination: Coordinati
     assert [ask.paces[0].name for ask in coordination.calls[-1][0]] == ["rate"]
 
 
+@pytest.mark.promise("limit-without-coordination")
 def test_while_coordination_is_away_nothing_has_a_permit(coordination: Coordination) -> None:
     permits, (delivery,) = coordination.permits(), several(1)
     coordination.is_away = True

@@ -198,6 +198,7 @@ def test_a_job_that_has_moved_on_is_left_alone_unless_forced(memory):
     assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
 
 
+@pytest.mark.promise("generation")
 def test_a_message_that_took_effect_is_refused_and_forced_under_a_new_id(memory):
     # Given
     DeadLetterFactory(message_id="m-1", queue="events", topic="events")
@@ -336,6 +337,7 @@ def test_filters_select_by_id_and_until():
     assert list(dead_letters.select(DeadLetterFilter(ids=[str(new.pk)]))) == [new]
 
 
+@pytest.mark.promise("replay")
 def test_discarding_closes_with_a_note_and_tells_once_committed(
     hear, django_capture_on_commit_callbacks
 ):

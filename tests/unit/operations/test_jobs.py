@@ -124,6 +124,7 @@ def test_without_coordination_the_rows_decide(coordination_away):
     assert jobs.cancel_one(JobFactory(queued=True).pk) is CancelResult.CANCELLED
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.django_db
 def test_a_requeued_job_starts_a_new_generation_with_all_its_attempts(
     settings, received, django_capture_on_commit_callbacks

@@ -85,6 +85,7 @@ def test_the_last_error_is_kept(statistics):
     assert statistics.last_error_at <= timezone.now()
 
 
+@pytest.mark.promise("skipped-is-counted")
 def test_a_flush_writes_a_row_per_minute_queue_and_handler(statistics):
     # Given
     statistics.add(

@@ -340,6 +340,7 @@ def test_a_workflow_that_has_not_ended_by_its_deadline_fails(steps: Steps) -> No
     assert steps.run() == []
 
 
+@pytest.mark.promise("generation")
 def test_a_completed_step_that_is_requeued_runs_once_more_by_itself(steps: Steps) -> None:
     handle = chain(*(steps.note.step(name=name) for name in "ab")).enqueue()
     steps.run()

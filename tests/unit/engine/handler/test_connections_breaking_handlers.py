@@ -417,6 +417,25 @@ def test_a_transaction_left_open_on_another_database_fails_its_attempt(
     assert "later" in words()
 
 
+@pytest.mark.promise("second-database")
+def test_what_a_failed_handler_wrote_in_another_database_stays_there(bench, second_database):
+    """Only the jobs' database takes part in the transaction."""
+
+    # Given
+    def write(job: str) -> None:
+        Entry.objects.create(job=job)
+        with connections[second_database].cursor() as cursor:
+            cursor.execute("INSERT INTO words VALUES (%s)", [job])
+        raise ValueError("after both")
+
+    as_job(write, max_attempts=2).enqueue(job="a")
+    # When
+    bench.run_until_done()
+    # Then
+    assert entries() == {}
+    assert words() == ["a", "a"]
+
+
 CHANGES = {
     "sqlite": ("PRAGMA cache_size = 77", "PRAGMA cache_size"),
     "postgresql": ("SET lock_timeout = 77000", "SHOW lock_timeout"),

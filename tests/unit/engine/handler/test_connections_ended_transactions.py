@@ -80,6 +80,7 @@ def assert_only_the_guilty_has_failed(bench, innocent, guilty="bench.guilty"):
     assert settled(bench)
 
 
+@pytest.mark.promise("ended-transaction-neighbours")
 @pytest.mark.large("first")  # which is amid others, without those before it
 @every_way(COMMITS, "end")
 @pytest.mark.parametrize("before", [0, 6], ids=["first", "amid"])
@@ -122,6 +123,7 @@ def test_what_the_guilty_writes_after_its_commit_is_not_there(bench, end, raises
     assert_only_the_guilty_has_failed(bench, innocent)
 
 
+@pytest.mark.promise("ended-transaction")
 @every_way(COMMITS, "end")
 def test_alone_it_fails_in_the_same_way(bench, end):
     # Given
@@ -133,6 +135,7 @@ def test_alone_it_fails_in_the_same_way(bench, end):
     assert entries() == {"guilty": 1}
 
 
+@pytest.mark.promise("ended-transaction-neighbours")
 @every_way(UNDOES, "end")
 @pytest.mark.parametrize("is_database_only", [False, True], ids=["savepoints", "none"])
 def test_a_roll_back_by_a_handler_undoes_nobody_else(bench, end, is_database_only):
@@ -157,6 +160,7 @@ def test_a_roll_back_by_a_handler_undoes_nobody_else(bench, end, is_database_onl
     assert settled(bench)
 
 
+@pytest.mark.promise("ended-transaction")
 @every_database
 def test_what_is_sent_past_django_is_noticed_by_the_savepoint_of_the_handler(bench):
     """By its release, which on PostgreSQL goes along with the next handler's first query: that one
@@ -239,6 +243,7 @@ def test_a_job_that_had_failed_before_keeps_its_failure_and_is_not_called_again(
     assert calls == ["failed"] * 2
 
 
+@pytest.mark.promise("ended-transaction-neighbours")
 @pytest.mark.large("mariadb", "postgres")  # as with the rows of our own jobs, which are tried there
 @every_way(COMMITS, "end")
 def test_messages_of_others_beside_it_run_once_and_their_copies_not_at_all(bench, end):

@@ -62,6 +62,7 @@ def test_a_handler_in_time_is_left_alone(watch, context):
     assert not context.aborted
 
 
+@pytest.mark.promise("no-timeout")
 def test_without_a_limit_nothing_is_watched(watch, context):
     with RunningCall(watch, context, None):
         pass

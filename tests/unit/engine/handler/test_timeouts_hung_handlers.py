@@ -69,6 +69,7 @@ def hanging():
         hanging.thread.join(PATIENCE)
 
 
+@pytest.mark.promise("hung-handler")
 @pytest.mark.parametrize("kind", ["atomic", "outside", "batch", "coroutine"])
 def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
     # Given the only lane in a handler that does not return
@@ -146,6 +147,7 @@ def test_the_attempt_that_hung_keeps_its_own_lines_and_the_next_one_its_own(
     ]
 
 
+@pytest.mark.promise("hung-handler")
 def test_the_others_of_its_group_are_run_by_the_next_lane(hanging):
     # Given a group in one transaction, one of which hangs
     def work(job: str) -> None:

@@ -443,6 +443,7 @@ def test_what_does_not_land_in_time_is_handed_back_and_runs_elsewhere(configured
     assert states() == ["completed"]
 
 
+@pytest.mark.promise("stop-spends-nothing")
 def test_an_obedient_one_keeps_its_attempt(configured):
     configured.KJO = {**configured.KJO, "SHUTDOWN_GRACE": 0.2}
     flying = threading.Event()

@@ -57,6 +57,7 @@ def queued_job(minutes=30, **kwargs):
     return JobFactory(**{**defaults, **kwargs})
 
 
+@pytest.mark.promise("where-jobs-are")
 def test_a_job_nothing_waits_for_goes_back_to_the_relay_as_it_was(memory):
     # Given
     job = queued_job(generation=3)
