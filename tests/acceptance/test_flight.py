@@ -65,9 +65,9 @@ def test_a_crash_costs_an_attempt_and_nothing_is_lost(engine: Engine) -> None:
 def test_what_was_in_flight_in_a_dead_worker_comes_back_beside_what_is_new(engine: Engine) -> None:
     # Given a worker that dies with many in flight
     first = engine.ready_worker()
-    jobs.sleep_async.enqueue_many({"seconds": 0.5} for _ in range(40))
+    jobs.sleep_async_by_attempt.enqueue_many({"seconds": [600, 0.5]} for _ in range(40))
     engine.wait_until(
-        lambda: engine.jobs.exclude(lease_token="").count() > 25, "They never took off"
+        lambda: engine.jobs.exclude(lease_token="").count() == 40, "They never took off"
     )
     first.kill()
     # When another one takes over, and runs them one by one

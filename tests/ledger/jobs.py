@@ -79,6 +79,14 @@ async def sleep_async(seconds: float) -> str:
     return "slept"
 
 
+@job(queue="ledger", atomic=False, takes_context=True)
+async def sleep_async_by_attempt(context, seconds: list[float]) -> None:
+    """Sleep on the event loop, in each attempt for a time of its own."""
+    import asyncio
+
+    await asyncio.sleep(seconds[context.attempt - 1])
+
+
 @job(queue="ledger", atomic=False, max_attempts=1)
 async def call_server(job: str, port: int) -> str:
     """Open a connection of its own, ask, and wait ten seconds for the answer."""

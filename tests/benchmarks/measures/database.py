@@ -25,6 +25,7 @@ from kjo_django.worker.process import Worker
 from tests.benchmarks.completions import measured_jobs
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.measures.drain import Watch
+from tests.benchmarks.measures.latency import PATIENCE
 from tests.benchmarks.measures.prepare import CHUNK
 from tests.ledger.jobs import no_op
 
@@ -128,7 +129,7 @@ class Server:
 
     def _wait_for_the_end_of_sessions(self) -> None:
         """A session adds what it did to the statistics when it ends, at the latest."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         # Their processes end, and are added up, a moment after them.
         while self._value(_OTHERS) or len(self._sessions()) > 1:
             if time.monotonic() > deadline:
