@@ -41,6 +41,7 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
+    TransactionEndedError,
     import_path,
     is_ctrl_c,
 )
@@ -334,6 +335,26 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         runtime.store.insert_missing(letters)
     if steps:
         _count_ended_steps(runtime, steps)
+    _delete_committed_markers(runtime, attempts)
+
+
+def _delete_committed_markers(runtime: Runtime, attempts: Sequence[Attempt]) -> None:
+    """Delete the markers of jobs whose handler has ended its transaction, once their rows say that
+    they have failed.
+
+    This worker has deleted its own. Another one that had the job since may have committed the
+    marker again, and have died.
+    """
+    committed = {
+        attempt.key
+        for attempt in attempts
+        if attempt.ending is Ending.DEAD
+        and attempt.is_marked
+        and attempt.row is not None  # else a message of others may have completed elsewhere
+        and isinstance(attempt.error, TransactionEndedError)
+    }
+    if committed:
+        runtime.store.delete_markers(committed)
 
 
 def _count_ended_steps(

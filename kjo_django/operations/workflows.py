@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Unpack
@@ -24,6 +24,7 @@ from kjo_django.workflows.countdown import await_again, cancel_waiting, save_sta
 
 logger = get_logger("kjo_django")
 
+_UNCOMPLETED = WorkflowState.CANCELLED, WorkflowState.FAILED
 Selection = QuerySet[Workflow] | Iterable[Workflow | uuid.UUID | str]
 
 
@@ -36,7 +37,9 @@ def cancel(
 ) -> Outcomes:
     """End workflows: what waits or is queued is cancelled, and running steps are asked to end.
 
-    Results: ``cancelled``; of one that has ended before, its state; ``not_found``.
+    Results: ``cancelled``; of one that has ended before, its state; ``not_found``. A call whose
+    process dies, or that cannot ask running steps, may leave steps of an ended workflow open;
+    another call ends these.
 
     :param reason: why; by default it says who asked.
     :param state: the state that the workflows end in.
@@ -44,7 +47,7 @@ def cancel(
     outcomes, actor = Outcomes(), options.get("actor", "")
     why = reason or (f"Cancelled by {actor}" if actor else "Cancelled")
     end = partial(_end, state=state, why=why[:500])
-    for key in _changed(workflows, "cancelled", end, outcomes, options):
+    for key in _changed(workflows, "cancelled", end, outcomes, options, also=_UNCOMPLETED):
         left = Job.objects.using(jobs_database()).filter(stage__workflow=key, state__in=OPEN)
         try:
             jobs.cancel(left, abort=True, actor=actor)
@@ -110,21 +113,35 @@ def _changed(
     change: Callable[[Workflow], None],
     outcomes: Outcomes,
     options: ChangeOptions,
+    also: Collection[WorkflowState] = (),
 ) -> Iterator[Any]:
     """Change each workflow that is open in a transaction of its own, and yield its key after the
-    commit."""
-    on_changed = options.get("on_changed")
+    commit.
+
+    :param also: the states of workflows that have ended whose keys are yielded, too.
+    """
     for key in (key_of(key) for keys in chunks(workflows, 1) for key in keys):
-        with transaction.atomic(using=jobs_database()):
-            row = _locked(key)
-            if row is None or row.state not in OPEN_WORKFLOWS:
-                outcomes.add("not_found" if row is None else row.state)
-                continue
+        before = _change_one(key, change, options)
+        if before in OPEN_WORKFLOWS:
+            outcomes.add_changed(result, 1)
+        else:
+            outcomes.add(before)
+        if before in (*OPEN_WORKFLOWS, *also):
+            yield key
+
+
+def _change_one(key: Any, change: Callable[[Workflow], None], options: ChangeOptions) -> str:
+    """Change a workflow if it is open; return the state it had, or ``not_found``."""
+    with transaction.atomic(using=jobs_database()):
+        row = _locked(key)
+        if row is None:
+            return "not_found"
+        before, on_changed = row.state, options.get("on_changed")
+        if before in OPEN_WORKFLOWS:
             change(row)
             if on_changed is not None:
                 on_changed([row])
-        outcomes.add_changed(result, 1)
-        yield key
+        return before
 
 
 def end_overdue(now: datetime | None = None) -> int:

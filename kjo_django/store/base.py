@@ -444,18 +444,15 @@ class Store:
                     *(() if token is None else (token,)),
                 )
             )
-        condition = "" if token is None else " AND lease_token = %s"
+        statement = self._complete + ("" if token is None else " AND lease_token = %s")
+        written: set[UUID] = set()
         with connection.cursor() as cursor:
-            cursor.executemany(self._complete + condition, rows)
-            if cursor.rowcount == len(rows):
-                return {one.row.id for one in completions}
-        return self._completed_at(now, completions)
-
-    def _completed_at(self, now: datetime, completions: Sequence[Completion]) -> set[UUID]:
-        """Return the ids of the jobs that were recorded just now."""
-        ended = Job.objects.using(self.alias).filter(state=JobState.COMPLETED, finished_at=now)
-        ids = {one.row.id for one in completions}
-        return set(ended.filter(pk__in=ids).values_list("pk", flat=True))
+            # One by one: of several together only the number of those written is known.
+            for one, values in zip(completions, rows, strict=True):
+                cursor.execute(statement, values)
+                if cursor.rowcount:
+                    written.add(one.row.id)
+        return written
 
     # --- Steps of workflows -----------------------------------------------------------------------
 

@@ -210,6 +210,12 @@ class PostgresStore(Store):
         psycopg_module()  # Django alone would go on with psycopg2
         # psycopg writes all values but JSON as the fields have them.
         self._columns = [(name, how if name == "headers" else None) for name, how in self._columns]
+        conditions = {False: "", True: " AND lease_token = %s"}
+        self._complete_one = {
+            is_leased: f"{self._complete}{condition} RETURNING id"
+            for is_leased, condition in conditions.items()
+        }
+        """The statement that completes one job, by whether its row must have a lease."""
 
     # --- Transactions -----------------------------------------------------------------------------
 
@@ -424,21 +430,21 @@ class PostgresStore(Store):
         if not completions:
             return set()
         statement = self._completion(completions, now, token)
-        (((written,),),) = self.execute_all([statement], is_last=is_last)
-        if written == len(completions):
-            return {one.row.id for one in completions}
-        return self._completed_at(now, completions)
+        (written,) = self.execute_all([statement], is_last=is_last)
+        return {id for (id,) in written}
 
     def _completion(
         self, completions: Sequence[Completion], now: datetime, token: str | None = None
     ) -> _Statement:
-        """Return the statement that writes completions: of one, as nearly all are where jobs come
-        now and then, the one that the server plans in half of the time."""
+        """Return the statement that writes completions and answers with the ids of their jobs.
+
+        For one, as nearly all are where jobs come now and then, it is the one that the server plans
+        in half of the time.
+        """
         if len(completions) == 1:
             (one,) = completions
             ttl = one.row.result_ttl if one.result_ttl is None else one.result_ttl
-            statement = self._complete + ("" if token is None else " AND lease_token = %s")
-            return statement, [
+            return self._complete_one[token is not None], [
                 *(now, one.worker, one.attempt, one.started_at, one.result),
                 *(ttl, now + timedelta(milliseconds=ttl), *(one.place or NOWHERE)),
                 *(one.row.id, one.row.generation, *(() if token is None else (token,))),
@@ -476,7 +482,7 @@ class PostgresStore(Store):
         statements = self._completing(completing)
         found = self.execute_all([*statements, (_COUNT_STEPS, _count_parameters(changes))])
         if statements:
-            refuse_uncompleted(found[0][0][0], completing)
+            refuse_uncompleted(len(found[0]), completing)
         return [(row[0], StepCounts(*row[1:])) for row in found[-1]]
 
     def _completing(self, completing: Completing) -> list[_Statement]:
@@ -501,7 +507,7 @@ class PostgresStore(Store):
             statements.append((_STAGES, _stage_parameters(stages)))
         found = self.execute_all(statements)
         if completing is not None:
-            refuse_uncompleted(found[0][0][0], completing)
+            refuse_uncompleted(len(found[0]), completing)
         rows = _stage_rows(found.pop()) if stages else []
         return [Workflow.from_db(self.alias, _OF_WORKFLOWS, row) for row in found[-1]], rows
 
@@ -905,6 +911,7 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[], %s
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
+RETURNING kjo_job.id
 """
 
 _Statement = tuple[str, Sequence[Any]]

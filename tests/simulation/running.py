@@ -521,8 +521,8 @@ class Simulation(World):
         process.die()
         self._forget(process)
         self.is_calm = False
-        if has_begun:  # what it had committed, it may not have announced
-            self.exempt |= {str(job.pk) for job in Job.objects.filter(state__in=states.FINAL)}
+        if has_begun:
+            self.excuse()
 
     def _forget(self, process: Simulated) -> None:
         self.by_number = {n: each for n, each in self.by_number.items() if each is not process}

@@ -17,6 +17,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.limits.limiter import Limiter
 from kjo_django.models import NEVER, Job
 from kjo_django.store.base import Store
+from kjo_django.workflows import countdown
 from kjo_django.workflows.countdown import _Advance
 from tests.simulation.__main__ import STEPS, TRANSPORTS, problems_of, really_now
 from tests.simulation.fibers import CallFault
@@ -237,6 +238,24 @@ def test_a_step_that_its_worker_runs_itself_survives_the_worker(
     monkeypatch.setattr(DirectSteps, "lease", lambda direct, seconds=0.0: (direct._token, NEVER))
     monkeypatch.setattr(DirectSteps, "close", lambda direct: None)
     assert any("reaches no end" in problem for problem in problems_of(simulation, steps))
+
+
+@in_memory
+def test_a_workflow_is_announced_unless_the_process_that_has_ended_it_dies(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a request that has cancelled a workflow, and has not announced that yet
+    steps = [
+        Step("start", 0),
+        Step("flow", 0, ("w0", "chain", "cancel", STEP, STEP)),
+        Step("cancel-flow", 0, fault="pauses-after", at="commit"),
+    ]
+    # Then nothing is missing where its process dies
+    assert problems_of(simulation, [*steps, Step("die", 0)]) == []
+    assert problems_of(simulation, steps) == []
+    # And one that lives and does not announce it is found
+    monkeypatch.setattr(countdown, "send_end", lambda *arguments: None)
+    assert any("was not announced by" in each for each in problems_of(simulation, steps))
 
 
 @pytest.mark.long

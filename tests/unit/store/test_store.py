@@ -88,6 +88,34 @@ def test_completions_are_written_under_the_lease_they_need(store):
     assert (theirs.state, theirs.topic) == ("queued", "")
 
 
+def test_what_another_worker_completed_at_the_same_moment_is_not_this_one_s(store):
+    """Clocks of two workers may show the same microsecond."""
+    mine, theirs, alone = (JobFactory(queued=True, lease_token=name) for name in ("me", *"ab"))
+    now = timezone.now()
+    # Given two jobs that other workers took over and completed
+    with transaction.atomic():
+        for job, token in ((theirs, "a"), (alone, "b")):
+            assert store.complete([Completion(row_of(job), 1, now, None)], now, token=token)
+    # When their first worker completes them at the same moment
+    with transaction.atomic():
+        done = [Completion(row_of(job), 1, now, None) for job in (mine, theirs)]
+        written = store.complete(done, now, token="me")
+        written_alone = store.complete([Completion(row_of(alone), 1, now, None)], now, token="me")
+    # Then it has completed its own only
+    assert (written, written_alone) == ({mine.pk}, set())
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_job_that_ended_at_the_same_moment_is_not_completed_again(store, is_alone):
+    open_one, ended = JobFactory(queued=True), JobFactory(state="completed")
+    now = timezone.now()
+    Job.objects.filter(pk=ended.pk).update(finished_at=now)
+    jobs = [ended] if is_alone else [open_one, ended]
+    done = [Completion(row_of(job), 1, now, None) for job in jobs]
+    with transaction.atomic():
+        assert store.complete(done, now) == (set() if is_alone else {open_one.pk})
+
+
 def test_completions_keep_the_workers_they_name(store):
     jobs = [JobFactory(queued=True, lease_token="me", worker="of a run before") for _ in range(2)]
     now, name = timezone.now(), 'rack "7", \\2'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from django.utils import timezone
@@ -303,6 +304,24 @@ def test_a_cancelled_workflow_runs_nothing_more(steps: Steps, hear: Any) -> None
     assert (handle.status, handle.snapshot().reason) == ("cancelled", "Cancelled by somebody")
     assert [each["state"] for each in heard] == ["cancelled"]
     assert workflows.cancel([handle.id]).counts == {"cancelled": 1}
+
+
+def test_a_workflow_whose_cancelling_was_interrupted_is_cancelled_again(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queued steps ran to their ends, and nothing but a cancel of each could keep them."""
+    # Given a process that dies when it has ended a workflow, and before it cancels queued steps
+    handle = failing_graph(steps)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(jobs, "cancel", Mock(side_effect=SystemExit))
+        workflows.cancel([handle.id])
+    assert handle.status == "cancelled"
+    # When
+    outcomes = workflows.cancel([handle.id])
+    # Then
+    assert (outcomes.counts, outcomes.changed_count) == ({"cancelled": 1}, 0)
+    assert set(states_of(handle).values()) == {"cancelled"}
+    assert steps.run() == []
 
 
 def test_a_failed_workflow_is_retried_from_its_failed_steps(steps: Steps) -> None:

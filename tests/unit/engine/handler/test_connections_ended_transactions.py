@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 from django.db import DataError, OperationalError, connection, connections, transaction
 
-from kjo_django.engine import recorder
+from kjo_django.engine import failures, recorder
 from kjo_django.engine.attempt import Abort, Ending
 from kjo_django.engine.handler.connections import answers, sever
 from kjo_django.engine.handler.timeouts import RunAbandoned
@@ -575,6 +575,27 @@ def test_a_marker_of_a_job_that_has_not_ended_does_not_keep_it_from_running(
     assert ProcessedEvent.objects.count() == 3
     assert "3 jobs that have not ended have a marker" in caplog.text
     assert settled(bench)
+
+
+@every_database
+def test_a_failed_job_has_no_marker_though_another_worker_has_committed_one_since(
+    bench, monkeypatch
+):
+    """That one had the job while the first was late, ran it to its commit, and died."""
+    # Given
+    publish, marked = failures.publish_dead_letters, []
+
+    def publishing_late(runtime, attempts):
+        marked.extend(store_for("default").insert_markers([each.key for each in attempts]))
+        publish(runtime, attempts)
+
+    monkeypatch.setattr(failures, "publish_dead_letters", publishing_late)
+    as_job(writing_and(commit), "bench.guilty").enqueue(job="guilty")
+    # When
+    bench.run()
+    # Then
+    assert len(marked) == 1
+    assert_only_the_guilty_has_failed(bench, {})
 
 
 @every_database
