@@ -445,14 +445,16 @@ class Store:
                 )
             )
         statement = self._complete + ("" if token is None else " AND lease_token = %s")
-        written: set[UUID] = set()
         with connection.cursor() as cursor:
-            # One by one: of several together only the number of those written is known.
-            for one, values in zip(completions, rows, strict=True):
-                cursor.execute(statement, values)
-                if cursor.rowcount:
-                    written.add(one.row.id)
-        return written
+            has_written = self._execute_each(cursor, statement, rows)
+            return {one.row.id for one, has in zip(completions, has_written, strict=True) if has}
+
+    def _execute_each(self, cursor: Any, sql: str, rows: Sequence[Sequence[Any]]) -> Iterator[bool]:
+        """Execute a statement once for each of several rows of values, and yield for each whether
+        it has changed anything: of an ``executemany`` only the number of all is known."""
+        for values in rows:
+            cursor.execute(sql, values)
+            yield cursor.rowcount > 0
 
     # --- Steps of workflows -----------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -43,6 +44,23 @@ class SqliteStore(Store):
             raw.interrupt()
             raw.rollback()
             raw.close()
+
+    # --- The end of jobs --------------------------------------------------------------------------
+
+    def _execute_each(self, cursor: Any, sql: str, rows: Sequence[Sequence[Any]]) -> Iterator[bool]:
+        """Execute all in one ``executemany``, which takes the next row of values when the statement
+        is done with the one before."""
+        raw: Any = connections[self.alias].connection
+        counts: list[int] = []
+
+        def taken() -> Iterator[Sequence[Any]]:
+            for values in rows:
+                counts.append(raw.total_changes)
+                yield values
+
+        cursor.executemany(sql, taken())
+        counts.append(raw.total_changes)
+        return (after > before for before, after in pairwise(counts))
 
     # --- Markers of effects -----------------------------------------------------------------------
 
