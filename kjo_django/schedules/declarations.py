@@ -72,7 +72,7 @@ def job_faults(options: ScheduleOptions, where: str) -> list[Problem]:
     problems = []
     if fault := handler.check_arguments(options.payload):
         text = _("%(field)s: the job %(job)s: %(fault)s.")
-        facts = {"field": f"{where}['payload']", "job": options.job, "fault": _of_python(fault)}
+        facts = {"field": f"{where}['payload']", "job": options.job, "fault": argument_fault(fault)}
         problems.append(Problem(Wording(text, facts), "", key="payload"))
     if options.queue and options.queue not in registry.queue_names():
         otherwise = Wording(_("Declare it in KJO['QUEUES']."))
@@ -96,7 +96,7 @@ _ARGUMENTS = (
 )
 
 
-def _of_python(fault: str) -> str:
+def argument_fault(fault: str) -> str:
     """Return what Python says of arguments that do not fit, for people if it is known."""
     for pattern, template in _ARGUMENTS:
         if found := pattern.fullmatch(fault):

@@ -203,6 +203,7 @@ def test_a_schedule_is_added(operator):
         ("job", "ledger.wriet", "ledger.write"),
         ("payload", "[1]", "dict"),
         ("payload", "{", "JSON"),
+        ("payload", '{"job": "\\ud800"}', "dict"),
         ("payload", '{"job": "a", "nosuch": 1}', "nosuch"),
         ("queue", "nosuch", "No queue"),
         ("jitter", "-1", "0"),
