@@ -28,7 +28,9 @@ from typing import Any
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.utils.translation import gettext_noop as _
 
+from kjo_django.refusals import RefusedError, Wording
 from kjo_django.timetables import aware_moment, cron_expression, zone_name
 from kjo_django.values import (
     MAX_PRIORITY,
@@ -158,16 +160,16 @@ OVERLAPS = ("allow", "skip")
 
 def _json_object(value: Any) -> dict[str, Any]:
     """A dict that JSON and every database can hold."""
-    wanted = f"a dict of at most {_MOST_LEVELS} levels of JSON, with text keys and 64-bit numbers"
+    wanted = _("a dict of at most %(most)s levels of JSON, with text keys and 64-bit numbers")
     try:
         found = mapping(value)
         text = json.dumps(found, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError, RecursionError):
-        raise ValueError(wanted) from None
+        raise RefusedError(wanted, most=_MOST_LEVELS) from None
     # What JSON makes of another type is not what was given; PostgreSQL holds no NUL.
     if json.loads(text) != found or _NUL.search(text) or not _is_kept(found, _MOST_LEVELS):
-        raise ValueError(wanted)
+        raise RefusedError(wanted, most=_MOST_LEVELS)
     return found
 
 
@@ -221,6 +223,12 @@ class ScheduleOptions:
     enabled: bool = option(flag, True, "False: the schedule is declared, but has no ticks.")
 
 
+def _and(first: str, other: str) -> str:
+    return (
+        Wording(_("%(first)s and %(other)s"), {"first": first, "other": other}) if first else other
+    )
+
+
 def read_schedule(given: Any, where: str) -> tuple[ScheduleOptions, list[Problem]]:
     """Return the options of a schedule, and what is wrong with them and with their combination."""
     options, problems = read_options(ScheduleOptions, given, where)
@@ -228,12 +236,17 @@ def read_schedule(given: Any, where: str) -> tuple[ScheduleOptions, list[Problem
         return options, problems
     kinds = [name for name in ("cron", "every", "at") if getattr(options, name)]
     if len(kinds) != 1:
-        found = f"has {' and '.join(kinds)}" if kinds else "does not say when"
-        problems.append(Problem(f"{where} {found}; give one of cron, every and at.", ""))
+        text = _("%(field)s does not say when; give one of cron, every and at.")
+        if kinds:
+            text = _("%(field)s has %(names)s; give one of cron, every and at.")
+        facts = {"field": where, "names": functools.reduce(_and, kinds, "")}
+        problems.append(Problem(Wording(text, facts), ""))
     if options.timezone and not options.cron:
-        problems.append(Problem(f"{where}['timezone'] goes with cron.", "", key="timezone"))
+        message = Wording(_("%(field)s goes with cron."), {"field": f"{where}['timezone']"})
+        problems.append(Problem(message, "", key="timezone"))
     if options.starts_at and options.ends_at and options.starts_at > options.ends_at:
-        problems.append(Problem(f"{where}['ends_at'] is before starts_at.", "", key="ends_at"))
+        message = Wording(_("%(field)s is before starts_at."), {"field": f"{where}['ends_at']"})
+        problems.append(Problem(message, "", key="ends_at"))
     return options, problems
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from django.utils.formats import number_format
 from django.utils.translation import get_language, gettext
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """A text with its values; as ``str`` it is English.
+class Wording(str):
+    """An English text that knows how it was made, and so its translation.
 
     :param template: marked for translation by ``gettext_noop``, with ``%(name)s`` for each value.
     :param values: numbers are written with their digits in groups; a ``Wording``, or an error with
@@ -20,11 +18,15 @@ class Wording:
     """
 
     template: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
 
-    def __str__(self) -> str:
-        values = {name: f"{v:,}" if _is_number(v) else v for name, v in self.values.items()}
-        return self.template % values if values else self.template
+    def __new__(cls, template: str, values: Mapping[str, Any] | None = None) -> Self:
+        """Make the English text."""
+        values = values or {}
+        shown = {name: f"{v:,}" if _is_number(v) else v for name, v in values.items()}
+        self = super().__new__(cls, template % shown if shown else template)
+        self.template, self.values = template, values
+        return self
 
     def translated(self) -> str:
         """Return the text in the active language; in English if translation is deactivated."""
@@ -41,14 +43,22 @@ class RefusedError(ValueError):
     """
 
     def __init__(self, template: str, **values: Any) -> None:
-        self.wording = Wording(template, values)
-        super().__init__(str(self.wording))
+        super().__init__(Wording(template, values))
 
 
-def shown(error: BaseException) -> str:
-    """Return the text of an error for a screen or a command, in the active language if it has a
-    translation."""
-    return error.wording.translated() if isinstance(error, RefusedError) else str(error)
+def shown(value: object) -> str:
+    """Return a text, or that of an error, for a screen or a command: in the active language if it
+    has a translation."""
+    translated: Callable[[], str] | None = getattr(value, "translated", None)
+    if translated is not None:
+        return translated()
+    first = next(iter(getattr(value, "args", ())), None)
+    return first.translated() if isinstance(first, Wording) else str(value)
+
+
+def noop(text: str) -> str:
+    """Mark a text for translation and return it, where a module does without Django."""
+    return text
 
 
 def _is_number(value: object) -> bool:
@@ -56,8 +66,6 @@ def _is_number(value: object) -> bool:
 
 
 def _translated(value: Any) -> Any:
-    if isinstance(value, BaseException):
-        return shown(value)
-    if isinstance(value, Wording):
-        return value.translated()
-    return number_format(value, force_grouping=True) if _is_number(value) else value
+    if _is_number(value):
+        return number_format(value, force_grouping=True)
+    return shown(value) if isinstance(value, (Wording, BaseException)) else value

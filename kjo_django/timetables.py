@@ -15,15 +15,17 @@ from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
 from django.utils.timezone import get_default_timezone
+from django.utils.translation import gettext_noop as _
 
-from kjo_django.values import did_you_mean
+from kjo_django.refusals import RefusedError, Wording
+from kjo_django.values import meant_by
 
 FIELDS: Mapping[str, str] = {
     "minute": "0-59",
     "hour": "0-23",
-    "day-of-month": "1-31, L or LW, and in one of its months",
-    "month": "1-12 or JAN-DEC",
-    "day-of-week": "0-7 or SUN-SAT, 5L, or 5#2",
+    "day-of-month": _("1-31, L or LW, and in one of its months"),
+    "month": _("1-12 or JAN-DEC"),
+    "day-of-week": _("0-7 or SUN-SAT, 5L, or 5#2"),
 }
 """The fields of a cron expression, and what each takes."""
 NICKNAMES: Mapping[str, str] = {
@@ -51,26 +53,25 @@ INSTANT = timedelta(microseconds=1)
 def cron_expression(value: Any) -> str:
     """A cron expression of five fields, or one of ``NICKNAMES``."""
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_CRON:
-        raise ValueError("a cron expression of five fields, such as '0 3 * * *'")
+        raise RefusedError(_("a cron expression of five fields, such as '0 3 * * *'"))
     text = " ".join(value.split())
     if text.startswith("@"):
         if text.lower() not in NICKNAMES:
-            known = f"Known: {', '.join(NICKNAMES)}."
-            hint = did_you_mean(text.lower(), NICKNAMES, known)
-            raise ValueError(f"a cron expression or a known nickname ({hint})")
+            known = Wording(_("Known: %(names)s."), {"names": ", ".join(NICKNAMES)})
+            hint = meant_by(text.lower(), NICKNAMES, known)
+            raise RefusedError(_("a cron expression or a known nickname (%(hint)s)"), hint=hint)
         return text.lower()
     parts = text.split()
     if len(parts) != len(FIELDS):
-        raise ValueError(
-            f"a cron expression of five fields ({', '.join(FIELDS)}), and it has {len(parts)}"
-        )
+        wanted = _("a cron expression of five fields (%(names)s), and it has %(count)s")
+        raise RefusedError(wanted, names=", ".join(FIELDS), count=len(parts))
     if fault := _fault_of(text):
         # "Bad hour"; a text that names no field is not known.
         name = fault.rpartition(" ")[2]
         part = dict(zip(FIELDS, parts, strict=True)).get(name, text)
-        raise ValueError(
-            f"a cron expression whose {name} is {FIELDS.get(name, 'known')}, which {part!r} is not"
-        )
+        values = Wording(FIELDS.get(name, _("known")))
+        wanted = _("a cron expression whose %(name)s is %(values)s, which %(part)r is not")
+        raise RefusedError(wanted, name=name, values=values, part=part)
     return text
 
 
@@ -92,10 +93,11 @@ def zone_name(value: Any) -> str:
         try:
             ZoneInfo(value)
         except (KeyError, ValueError, OSError):
-            hint = did_you_mean(value, available_timezones(), "Such as 'Europe/Berlin'.")
-            raise ValueError(f"the name of a time zone ({hint})") from None
+            otherwise = Wording(_("Such as 'Europe/Berlin'."))
+            hint = meant_by(value, available_timezones(), otherwise)
+            raise RefusedError(_("the name of a time zone (%(hint)s)"), hint=hint) from None
         return value
-    raise ValueError("the name of a time zone, such as 'Europe/Berlin'")
+    raise RefusedError(_("the name of a time zone, such as 'Europe/Berlin'"))
 
 
 def aware_moment(value: Any) -> datetime:
@@ -108,7 +110,7 @@ def aware_moment(value: Any) -> datetime:
             found = None
     is_aware = isinstance(found, datetime) and found.utcoffset() is not None
     if not is_aware or not 1970 < found.year < 9000:
-        raise ValueError("a datetime with a time zone, or its ISO text with an offset")
+        raise RefusedError(_("a datetime with a time zone, or its ISO text with an offset"))
     return found  # type: ignore[no-any-return] # checked above
 
 

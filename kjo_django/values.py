@@ -16,6 +16,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from kjo_django.refusals import RefusedError, Wording, shown
+from kjo_django.refusals import noop as _
+
 T = TypeVar("T")
 
 ANY_SIZE = sys.maxsize
@@ -71,12 +74,14 @@ def lifetime(value: Any) -> timedelta:
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
     """A whole number, at least ``minimum`` and at most ``maximum``."""
-    wanted = f", at least {minimum}" if maximum is None else f" from {minimum} to {maximum:,}"
+    wanted = _("a whole number from %(least)s to %(most)s")
+    if maximum is None:
+        wanted = _("a whole number, at least %(least)s")
 
     def convert(value: Any) -> int:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < minimum or (maximum is not None and value > maximum):
-            raise ValueError(f"a whole number{wanted}")
+            raise RefusedError(wanted, least=minimum, most=maximum)
         return int(value)
 
     return convert
@@ -96,7 +101,9 @@ def number(minimum: float, maximum: float) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not minimum <= value <= maximum:
-            raise ValueError(f"a number from {minimum:,} to {maximum:,}")
+            raise RefusedError(
+                _("a number from %(least)s to %(most)s"), least=minimum, most=maximum
+            )
         return float(value)
 
     return convert
@@ -105,14 +112,14 @@ def number(minimum: float, maximum: float) -> Callable[[Any], float]:
 def flag(value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise ValueError("True or False")
+        raise RefusedError(_("True or False"))
     return value
 
 
 def text(value: Any) -> str:
     """Text that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("text that is not empty")
+        raise RefusedError(_("text that is not empty"))
     return value
 
 
@@ -177,9 +184,8 @@ def whole_seconds(minimum: int, maximum: int = 3650 * 86_400) -> Callable[[Any],
         try:
             return check(value)
         except ValueError:
-            raise ValueError(
-                f"a timedelta or number of whole seconds from {minimum:,} to {maximum:,}"
-            ) from None
+            wanted = _("a timedelta or number of whole seconds from %(least)s to %(most)s")
+            raise RefusedError(wanted, least=minimum, most=maximum) from None
 
     return convert
 
@@ -195,11 +201,11 @@ def one_of(*names: str) -> Callable[[Any], str]:
     return convert
 
 
-class UnknownNameError(ValueError):
+class UnknownNameError(RefusedError):
     """A value is none of the texts that there are."""
 
     def __init__(self, value: Any, names: Collection[str]) -> None:
-        super().__init__(f"one of {', '.join(map(repr, names))}")
+        super().__init__(_("one of %(names)s"), names=", ".join(map(repr, names)))
         self.hint = did_you_mean(str(value), names, "")
 
 
@@ -250,28 +256,36 @@ def rate(value: Any) -> Rate:
     """A number of jobs per time, as ``5/s``, ``100/m`` or ``10/30s``."""
     if isinstance(value, Rate):
         return value
-    wanted = "a rate such as '5/s', '100/m' or '10/30s'"
     if not isinstance(value, str):
-        raise ValueError(wanted)
+        raise RefusedError(_A_RATE)
     found = _RATE.fullmatch(value)
-    if found is None:
-        raise ValueError(f"{wanted}; {_fault_of_rate(value)}")
-    count, every = int(found[1]), int(found[2] or 1)
-    if not 1 <= count <= MOST_AT_ONCE:
-        raise ValueError(f"{wanted}; {found[1]} is not from 1 to {MOST_AT_ONCE:,}")
-    if not 1 <= every * _UNITS[found[3]] <= 31 * 86_400:
-        raise ValueError(f"{wanted}; its time must be from 1 second to 31 days")
-    return Rate(count, float(every * _UNITS[found[3]]))
+    fault = _fault_of_rate(value) if found is None else _fault_of_numbers(*found.groups())
+    if found is None or fault is not None:
+        raise RefusedError(_("%(wanted)s; %(fault)s"), wanted=Wording(_A_RATE), fault=fault)
+    return Rate(int(found[1]), float(int(found[2] or 1) * _UNITS[found[3]]))
 
 
-def _fault_of_rate(value: str) -> str:
+_A_RATE = _("a rate such as '5/s', '100/m' or '10/30s'")
+
+
+def _fault_of_rate(value: str) -> Wording:
     """Return which part of a text keeps it from being a rate."""
     count, slash, every = value.partition("/")
     if not slash:
-        return "it has no '/'"
+        return Wording(_("it has no '/'"))
     if re.fullmatch(r"\s*\d+\s*", count, re.ASCII) is None:
-        return f"{count.strip()!r} before the '/' is no whole number"
-    return f"{every.strip()!r} after the '/' is no time: s, m, h or d, or so many of them"
+        return Wording(_("%(part)r before the '/' is no whole number"), {"part": count.strip()})
+    text = _("%(part)r after the '/' is no time: s, m, h or d, or so many of them")
+    return Wording(text, {"part": every.strip()})
+
+
+def _fault_of_numbers(count: str, every: str, unit: str) -> Wording | None:
+    if not 1 <= int(count) <= MOST_AT_ONCE:
+        text = _("%(count)s is not from 1 to %(most)s")
+        return Wording(text, {"count": count, "most": MOST_AT_ONCE})
+    if not 1 <= int(every or 1) * _UNITS[unit] <= 31 * 86_400:
+        return Wording(_("its time must be from 1 second to 31 days"))
+    return None
 
 
 def option(
@@ -303,6 +317,10 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
+    def translated(self) -> str:
+        """Return what ``str`` says, in the active language."""
+        return f"{shown(self.message)} {shown(self.hint)}".strip()
+
 
 def read_options(
     kind: type[Any], given: Any, where: str, *, upper: bool = False
@@ -325,8 +343,9 @@ def read_options(
         try:
             values[declared.name] = declared.metadata["convert"](value)
         except ValueError as error:
-            shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
-            message = f"{where}[{key!r}] must be {error}, not {shown}."
+            said = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
+            facts = {"field": f"{where}[{key!r}]", "wanted": error, "value": said}
+            message = Wording(_("%(field)s must be %(wanted)s, not %(value)s."), facts)
             hint = getattr(error, "hint", "") or declared.metadata["help"]
             problems.append(Problem(message, hint, key=key))
     return kind(**values), problems
@@ -373,8 +392,13 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], function: str) 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return which known name is close to a wrong one, for a message; ``otherwise`` if none is."""
+    return str(meant_by(name, known, Wording(otherwise)))
+
+
+def meant_by(name: str, known: Iterable[str], otherwise: Wording) -> Wording:
+    """Return what ``did_you_mean`` does, for a text that is translated where people read it."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else otherwise
+    return Wording(_("Did you mean %(name)r?"), {"name": close[0]}) if close else otherwise
 
 
 def listed(names: Iterable[str]) -> str:

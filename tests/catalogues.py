@@ -89,6 +89,13 @@ def _of_code(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
             yield texts[0], texts[1]
 
 
+def within_f_strings(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts that code asks for within f-strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield from (text for text, _plural in _of_code(node))
+
+
 def _of_template(source: str) -> Iterator[tuple[str, str | None]]:
     for one, first, second in IN_TEMPLATES.findall(templatize(source)):
         if one:

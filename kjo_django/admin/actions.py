@@ -12,6 +12,7 @@ from django.contrib import messages
 from django.contrib.admin.helpers import ActionForm
 from django.contrib.admin.models import CHANGE
 from django.core.exceptions import ImproperlyConfigured
+from django.forms.fields import InvalidJSONInput
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
@@ -179,9 +180,21 @@ def _field_of(given: Input, *, is_required: bool) -> forms.Field:
             widget = forms.DateTimeInput({"type": "datetime-local"}, format="%Y-%m-%dT%H:%M:%S")
             return forms.DateTimeField(**common, widget=widget)
         case Kind.JSON:
-            return forms.JSONField(**common)
+            return json_field(**common)
         case _:
             return forms.CharField(**common, max_length=given.max_length)
+
+
+def json_field(**options: Any) -> forms.JSONField:
+    """Return a field that shows what was posted as it was typed. Django's own writes what it has
+    read anew, and there are texts that JSON can write and no page can hold."""
+    field = forms.JSONField(**options)
+    field.bound_data = _as_typed  # type: ignore[method-assign]
+    return field
+
+
+def _as_typed(data: Any, initial: Any) -> Any:
+    return data if data is None else InvalidJSONInput(data)
 
 
 def _queues() -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
 from kjo_django.schedules import shown
-from kjo_django.schedules.declarations import problem_of
+from kjo_django.schedules.declarations import problem_shown
 
 
 @admin.register(Schedule)
@@ -80,7 +80,7 @@ class ScheduleAdmin(KjoAdmin):
     @admin.display(description=_("problem"))
     def shown_problem(self, schedule: Schedule) -> str:
         """Return why its next tick cannot be stored."""
-        return inert(problem_of(schedule)) or "–"
+        return inert(problem_shown(schedule)) or "–"
 
     @admin.display(description=_("payload"))
     def shown_payload(self, schedule: Schedule) -> SafeString:

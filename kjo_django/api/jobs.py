@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404
 from drf_spectacular.utils import OpenApiExample
@@ -14,7 +13,7 @@ from rest_framework import serializers, status
 from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.response import Response
 
-from kjo_django import registry, states
+from kjo_django import states
 from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, may, page_of
 from kjo_django.api.fields import (
     JSONObject,
@@ -31,17 +30,15 @@ from kjo_django.api.fields import (
 )
 from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
-from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, unsaved_job
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
-from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import Awaited, Waiter
 from kjo_django.exceptions import KjoError, PayloadError
 from kjo_django.models import NEVER, DeadLetter, DeadLetterState, Job, JobFailure
-from kjo_django.operations import search
+from kjo_django.operations import enqueueing, search
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
-from kjo_django.runtime import database_of, jobs_database, use_database
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import MAX_PRIORITY
 from kjo_django.workflows.lists import workflow_of
@@ -344,44 +341,19 @@ OPTIONS = (
 
 
 def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> JobHandle[Any]:
-    """Store the job in a validated body; everything is checked before anything is written.
+    """Store the job in a validated body.
 
-    :param on_stored: called with a new job inside the transaction that stores it.
     :raises ValidationError: there is no such handler, or it does not take these arguments or
         options.
     """
-    job = _build(body)
-    with use_database(database_of(job.queue)) as runtime, transaction.atomic(runtime.database):
-        answer = store([job])[0]
-        if answer.answer in ("queued", "replaced"):
-            on_stored([job])
-    return answer
-
-
-def is_for_callers(handler: registry.Handler) -> bool:
-    """Return whether the API may enqueue a handler: those that the project declares with ``@job``.
-
-    Queues, events and tasks make and check their messages themselves. Internal handlers do what
-    takes more permissions than the one to enqueue.
-    """
-    return type(handler) is registry.Handler and handler in registry.handlers()
-
-
-def _build(body: dict[str, Any]) -> Job:
-    handler = registry.find(body["handler"])
-    if handler is None or not is_for_callers(handler):
-        raise ValidationError({"handler": f"No job is named {body['handler']!r}."}, code="unknown")
-    given = {name: body[name] for name in OPTIONS if body.get(name) is not None}
+    options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
+    options["id"] = body.get("unique_id")
     try:
-        options = EnqueueOptions(id=body.get("unique_id"), **given)
-    except ValueError as error:
-        raise ValidationError(str(error)) from None
-    payload = body["payload"]
-    problem = handler.check_arguments(payload)
-    if problem is not None:
-        raise ValidationError({"payload": problem}, code="arguments")
-    try:
-        return unsaved_job(JobDefinition(handler, options), payload)
+        return enqueueing.enqueue(body["handler"], body["payload"], options, on_stored=on_stored)
+    except LookupError as error:
+        raise ValidationError({"handler": str(error)}, code="unknown") from None
+    except TypeError as error:
+        raise ValidationError({"payload": str(error)}, code="arguments") from None
     except PayloadError as error:
         raise ValidationError({"payload": str(error)}) from None
     except ValueError as error:

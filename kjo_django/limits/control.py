@@ -6,7 +6,6 @@ in a row, and wins over what was declared; running workers obey within two secon
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +29,7 @@ from kjo_django.refusals import RefusedError, Wording
 from kjo_django.runtime import Runtime, current_runtime, get_coordination, refuse_elsewhere
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, many_grouped_counts
-from kjo_django.values import MOST_AT_ONCE, rate, refuse_unknown, whole
+from kjo_django.values import MOST_AT_ONCE, meant_by, rate, refuse_unknown, whole
 
 Observer = Callable[[Sequence[Any]], None]
 MOST_SHOWN = 100
@@ -249,11 +248,8 @@ def check_value(name: str, option: str, value: Any) -> Any:
     try:
         return str(rate(value)) if option == "rate" else whole(1, most)(value)
     except ValueError as error:
-        wanted: object = error
-        if option != "rate":
-            wanted = Wording(_("a whole number from 1 to %(most)s"), {"most": most})
         text = _("%(option)s must be %(wanted)s, not %(value).80s")
-        raise RefusedError(text, option=option, wanted=wanted, value=repr(value)) from None
+        raise RefusedError(text, option=option, wanted=error, value=repr(value)) from None
 
 
 def check_name(name: str) -> None:
@@ -268,10 +264,8 @@ def check_name(name: str) -> None:
     elif kind != "job":
         raise RefusedError(_("A limit is named queue:… or job:…, not %(name).120r"), name=name)
     if of not in known:
-        close = difflib.get_close_matches(of, list(known), n=1)
-        hint = Wording(_("Known: %(names)s."), {"names": ", ".join(known)})
-        if close:
-            hint = Wording(_("Did you mean %(name)r?"), {"name": close[0]})
+        every = Wording(_("Known: %(names)s."), {"names": ", ".join(known)})
+        hint = meant_by(of, known, every)
         text = _("No job is named %(name).120r. %(hint)s")
         if kind == "queue":
             text = _("No queue is named %(name).120r. %(hint)s")

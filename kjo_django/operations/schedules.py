@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import QuerySet
+from django.utils.translation import gettext_noop as _
 
 from kjo_django.conf import read_schedule
 from kjo_django.enqueue.storing import store
@@ -16,6 +17,7 @@ from kjo_django.logs import get_logger
 from kjo_django.models import Schedule
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, key_of, where_written
+from kjo_django.refusals import Wording
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.schedules.declarations import (
     COLUMNS,
@@ -89,7 +91,7 @@ def edit(
     now = runtime.clock.now()
     with locked(runtime, schedule.pk) as row:
         if row is None:
-            raise ScheduleFaults({"": "The schedule is gone."})
+            raise ScheduleFaults({"": Wording(_("The schedule is gone."))})
         given = {name: getattr(row, name) for name in COLUMNS} | options
         found = columns_of(checked(given, now, may_have_ended=not options.keys() & TIMES))
         changed = change_columns(row, found, now)

@@ -363,9 +363,9 @@ def page(
 
 def _check_page(after: str | None, before: str | None, size: int) -> None:
     if after is not None and before is not None:
-        raise ValueError("Give after or before, not both")
+        raise RefusedError(_("Give after or before, not both"))
     if not 1 <= size <= MAX_PAGE:
-        raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
+        raise RefusedError(_("A page has 1 to %(most)s rows"), most=MAX_PAGE)
 
 
 def find(filter: JobFilter) -> QuerySet[Job]:
@@ -582,5 +582,5 @@ def _merged(
 def _key(cursor: str) -> UUID:
     key = key_of(cursor)
     if key is None:
-        raise ValueError(f"{cursor!r:.80} is not a place in a list of jobs")
+        raise RefusedError(_("%(text).80r is not a place in a list of jobs"), text=cursor)
     return key

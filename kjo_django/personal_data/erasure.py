@@ -20,6 +20,7 @@ from typing import Any
 from django.apps import apps
 from django.db import router, transaction
 from django.db.models import Q, QuerySet
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry
 from kjo_django.clock import CLOCK
@@ -56,6 +57,7 @@ from kjo_django.operations.bulk import operations_queue
 from kjo_django.operations.internal import Request, actor_of, is_internal, request_of
 from kjo_django.operations.rows import CHUNK, batched, key_of, lock, streamed
 from kjo_django.personal_data.person import Person
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import jobs_database, transport_class
 from kjo_django.states import FINAL, OPEN_WORKFLOWS, UNFINISHED
 
@@ -643,7 +645,7 @@ def start_counted(row: Job, *, actor: str) -> Job:
     """
     request = request_of(row) if row.handler == ERASE else None
     if request is None:
-        raise ValueError("This job is not a request to erase")
+        raise RefusedError(_("This job is not a request to erase"))
     inputs = {name: request.inputs[name] for name in ("mode", "cancel", "reference")}
     return start_erasure(Person.load(request.filter), actor=actor, **inputs)
 

@@ -9,9 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from django.conf import settings
+from django.utils.translation import gettext_noop as _
 
 from kjo_django.exceptions import PermanentError
 from kjo_django.operations.search import text_of_value, values_at
+from kjo_django.refusals import RefusedError, Wording
 
 ANY_FIELD = "*"
 """In place of a path: the value of any field."""
@@ -19,6 +21,14 @@ MOST = 1000
 """Keys, ids and fields of one request together."""
 MAX_LENGTH = 1000
 """Characters of a key, an id, a path or a value."""
+EXAMPLE = (
+    '{"keys": ["customer-7"], "ids": ["signup-7"], "fields": ["customer.email=ada@example.org"]}'
+)
+"""A person as a request names one."""
+OTHER_SECRET_KEY = _(
+    "The request was made with another SECRET_KEY than this process has: it would find nobody. "
+    "Ask again, with one SECRET_KEY in all processes."
+)
 
 
 @lru_cache(maxsize=4)
@@ -63,14 +73,17 @@ class Person:
         keys, ids, fields = list(keys), list(ids), list(fields)
         texts = [*keys, *ids, *(text for field in fields for text in field)]
         if not texts:
-            raise ValueError("Name the person: give at least one key, id or value of a field")
+            raise RefusedError(_("Name the person: give at least one key, id or value of a field"))
         if len(texts) > MOST:
-            raise ValueError(f"Give at most {MOST:,} keys, ids and fields at once")
+            raise RefusedError(_("Give at most %(most)s keys, ids and fields at once"), most=MOST)
         if not all(isinstance(text, str) and 0 < len(text) <= MAX_LENGTH for text in texts):
-            raise ValueError(f"Keys, ids, paths and values have 1 to {MAX_LENGTH:,} characters")
-        for path, _ in fields:
+            length = _("Keys, ids, paths and values have 1 to %(most)s characters")
+            raise RefusedError(length, most=MAX_LENGTH)
+        for path, _value in fields:
             if not all(path.split(".")):
-                raise ValueError("A field is a path such as customer.email, or * for every field")
+                raise RefusedError(
+                    _("A field is a path such as customer.email, or * for every field")
+                )
         return cls(
             frozenset(map(_digest, keys)),
             frozenset(map(_digest, ids)),
@@ -87,17 +100,14 @@ class Person:
         known = {"keys": [], "ids": [], "fields": [], **given} if isinstance(given, dict) else {}
         lists_only = all(isinstance(texts, list) for texts in known.values())
         if len(known) != 3 or not lists_only:
-            raise ValueError(
-                'Name the person by an object such as {"keys": ["customer-7"], "ids": '
-                '["signup-7"], "fields": ["customer.email=ada@example.org"]}'
-            )
+            text = _("Name the person by an object such as %(example)s")
+            raise RefusedError(text, example=EXAMPLE)
         fields = [str(text).partition("=") for text in known["fields"]]
-        for path, equals, _ in fields:
+        for path, equals, _value in fields:
             if not equals:
-                raise ValueError(
-                    f"{path!r:.80} is not PATH=VALUE, such as customer.email=ada@example.org"
-                )
-        pairs = [(path, value) for path, _, value in fields]
+                text = _("%(path).80r is not PATH=VALUE, such as customer.email=ada@example.org")
+                raise RefusedError(text, path=path)
+        pairs = [(path, value) for path, _equals, value in fields]
         return cls.of(keys=known["keys"], ids=known["ids"], fields=pairs)
 
     def has_key(self, key: str | bytes | None) -> bool:
@@ -142,10 +152,7 @@ class Person:
         :raises PermanentError: it was made with another ``SECRET_KEY``, and would find nobody.
         """
         if not isinstance(stored, Mapping) or stored.get("check") != _digest(""):
-            raise PermanentError(
-                "The request was made with another SECRET_KEY than this process has: it would find "
-                "nobody. Ask again, with one SECRET_KEY in all processes."
-            )
+            raise PermanentError(Wording(OTHER_SECRET_KEY))
         fields = tuple((str(path), str(value)) for path, value in stored["fields"])
         return cls(frozenset(stored["keys"]), frozenset(stored["ids"]), fields)
 

@@ -7,7 +7,8 @@ operator has changed of a schedule stays as the operator wants it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -17,13 +18,15 @@ from uuid import UUID
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, connections
 from django.db.models import Q, QuerySet
+from django.utils.translation import gettext_noop as _
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, Settings, read_schedule
 from kjo_django.logs import get_logger
 from kjo_django.models import Schedule
+from kjo_django.refusals import RefusedError, Wording, shown
 from kjo_django.runtime import Runtime, current_runtime
-from kjo_django.values import Problem, did_you_mean
+from kjo_django.values import Problem, meant_by
 
 logger = get_logger("kjo_django")
 
@@ -35,7 +38,9 @@ COLUMNS = (
 """The columns of a schedule that its declaration gives, and that operators may change."""
 TIMES = frozenset({"cron", "every", "at", "timezone", "starts_at", "ends_at"})
 """Those of them that say when its ticks are."""
-REMOVED = "The code does not declare it any more."
+GIVEN = "schedule"
+"""What the options that an operator gives are called in the texts of problems."""
+REMOVED = _("The code does not declare it any more.")
 STALE_AFTER = timedelta(hours=1)
 """A schedule that the code declares again after this begins anew: its old ticks are not made up
 for. During a deploy, workers of two releases declare and remove it in turn."""
@@ -44,13 +49,15 @@ for. During a deploy, workers of two releases declare and remove it in turn."""
 # --- What is wrong with one -----------------------------------------------------------------------
 
 
-def name_fault(name: Any) -> str:
-    """Return why a schedule cannot have this name; "" if it can."""
+def name_fault(name: Any) -> Wording | None:
+    """Return why a schedule cannot have this name; None if it can."""
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME:
-        return f"The name of a schedule is text of 1 to {MAX_NAME} characters, not {name!r:.120}."
+        text = _("The name of a schedule is text of 1 to %(most)s characters, not %(name).120s.")
+        return Wording(text, {"most": MAX_NAME, "name": repr(name)})
     if ":" in name or not name.isprintable():
-        return f"The name of a schedule has no ':' and no control characters: {name!r:.120}."
-    return ""
+        text = _("The name of a schedule has no ':' and no control characters: %(name).120s.")
+        return Wording(text, {"name": repr(name)})
+    return None
 
 
 def job_faults(options: ScheduleOptions, where: str) -> list[Problem]:
@@ -58,27 +65,74 @@ def job_faults(options: ScheduleOptions, where: str) -> list[Problem]:
     handler = registry.enqueueable(options.job)
     if handler is None:
         known = [each.name for each in registry.handlers()]
-        hint = did_you_mean(options.job, known, "Is the app that declares it installed?")
-        return [Problem(f"{where}['job']: no job is named {options.job!r}.", hint, key="job")]
+        hint = meant_by(options.job, known, Wording(_("Is the app that declares it installed?")))
+        text = _("%(field)s: no job is named %(name)r.")
+        facts = {"field": f"{where}['job']", "name": options.job}
+        return [Problem(Wording(text, facts), hint, key="job")]
     problems = []
     if fault := handler.check_arguments(options.payload):
-        message = f"{where}['payload']: {options.job}: {fault}."
-        problems.append(Problem(message, "", key="payload"))
+        text = _("%(field)s: the job %(job)s: %(fault)s.")
+        facts = {"field": f"{where}['payload']", "job": options.job, "fault": argument_fault(fault)}
+        problems.append(Problem(Wording(text, facts), "", key="payload"))
     if options.queue and options.queue not in registry.queue_names():
-        hint = did_you_mean(options.queue, registry.queue_names(), "Declare it in KJO['QUEUES'].")
-        message = f"{where}['queue']: no queue is named {options.queue!r}."
-        problems.append(Problem(message, hint, key="queue"))
+        otherwise = Wording(_("Declare it in KJO['QUEUES']."))
+        hint = meant_by(options.queue, registry.queue_names(), otherwise)
+        text = _("%(field)s: no queue is named %(name)r.")
+        facts = {"field": f"{where}['queue']", "name": options.queue}
+        problems.append(Problem(Wording(text, facts), hint, key="queue"))
     return problems
 
 
-class ScheduleFaults(ValueError):
+_ARGUMENTS = (
+    (re.compile("missing a required argument: '(.+)'"), _("missing a required argument: %(name)r")),
+    (
+        re.compile("missing a required keyword-only argument: '(.+)'"),
+        _("missing a required keyword-only argument: %(name)r"),
+    ),
+    (
+        re.compile("got an unexpected keyword argument '(.+)'"),
+        _("got an unexpected keyword argument %(name)r"),
+    ),
+)
+
+
+def argument_fault(fault: str) -> str:
+    """Return what Python says of arguments that do not fit, for people if it is known."""
+    for pattern, template in _ARGUMENTS:
+        if found := pattern.fullmatch(fault):
+            return Wording(template, {"name": found[1]})
+    return fault
+
+
+class ScheduleFaults(RefusedError):
     """The options of a schedule are wrong: by field, "" for their combination."""
 
-    def __init__(self, faults: Mapping[str, str]) -> None:
-        super().__init__(
-            " ".join(f"{key}: {fault}" if key else fault for key, fault in faults.items())
-        )
-        self.faults = dict(faults)
+    def __init__(self, faults: Mapping[str, Problem | str | Exception]) -> None:
+        self._faults = faults
+        ValueError.__init__(self, _joined(self.faults))
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """By field, in English."""
+        return self._texts(str)
+
+    def translated_faults(self) -> dict[str, str]:
+        """Return them by field, in the active language."""
+        return self._texts(shown)
+
+    def translated(self) -> str:
+        """Return what ``str`` says, in the active language."""
+        return _joined(self.translated_faults())
+
+    def _texts(self, text_of: Callable[[object], str]) -> dict[str, str]:
+        return {
+            key: field_text(fault, text_of) if isinstance(fault, Problem) else text_of(fault)
+            for key, fault in self._faults.items()
+        }
+
+
+def _joined(faults: Mapping[str, str]) -> str:
+    return " ".join(f"{key}: {fault}" if key else fault for key, fault in faults.items())
 
 
 def checked(
@@ -90,30 +144,40 @@ def checked(
     :param may_have_ended: whether it needs no tick in the future.
     :raises ScheduleFaults: some are wrong, or there will be no tick.
     """
-    where = "schedule"
+    where = GIVEN
     kept = {name: value for name, value in given.items() if value not in (None, "")}
     options, problems = read_schedule(kept, where)
     if not options.job:
-        problems.append(Problem(f"{where}['job'] is needed.", "", key="job"))
+        message = Wording(_("%(field)s is needed."), {"field": f"{where}['job']"})
+        problems.append(Problem(message, "", key="job"))
     problems = problems or job_faults(options, where)
     if not (problems or is_held(options, current_runtime())):
-        message = f"{where}['queue']: its jobs are in another database than this schedule."
-        hint = "Add the schedule there: kjo_schedule --database, or the database of the dashboard."
+        text = _("%(field)s: its jobs are in another database than this schedule.")
+        hint = Wording(
+            _("Add the schedule there: kjo_schedule --database, or the database of the dashboard.")
+        )
+        message = Wording(text, {"field": f"{where}['queue']"})
         problems.append(Problem(message, hint, key="queue"))
     table = Schedule(**columns_of(options)).timetable
     if not (problems or may_have_ended) and table.next_after(now) is None:
         when = "at" if options.at else "cron"
-        problems = [Problem(f"{where}['{when}']: there is no tick in the future.", "", key=when)]
+        text = _("%(field)s: there is no tick in the future.")
+        message = Wording(text, {"field": f"{where}[{when!r}]"})
+        problems = [Problem(message, "", key=when)]
     if problems:
-        raise ScheduleFaults({one.key: field_text(one, where) for one in reversed(problems)})
+        raise ScheduleFaults({one.key: one for one in reversed(problems)})
     return options
 
 
-def field_text(problem: Problem, where: str) -> str:
-    """Return the text of a problem beside the field it is about."""
-    text = problem.message.removeprefix(f"{where}[{problem.key!r}]").removeprefix(where)
+def field_text(problem: Problem, text_of: Callable[[str], str]) -> str:
+    """Return the text of a problem beside the field it is about, with which its own begins.
+
+    :param text_of: ``str`` for programs, ``shown`` for people.
+    """
+    text = text_of(problem.message).removeprefix(f"{GIVEN}[{problem.key!r}]").removeprefix(GIVEN)
     text = text.lstrip(": ")
-    hint = problem.hint if problem.key in ("job", "queue") or problem.is_unknown_key else ""
+    is_needed = problem.key in ("job", "queue") or problem.is_unknown_key
+    hint = text_of(problem.hint) if is_needed else ""
     return f"{text[:1].upper()}{text[1:]} {hint}".strip()
 
 
@@ -135,8 +199,16 @@ def problem_of(row: Schedule) -> str:
 
     This process looks at its own handlers; the row tells what a worker met.
     """
-    faults = job_faults(options_of(row), "schedule")
+    faults = job_faults(options_of(row), GIVEN)
     return str(faults[0]) if faults else row.problem
+
+
+def problem_shown(row: Schedule) -> str:
+    """Return ``problem_of`` for people, in the active language if it has a translation."""
+    faults = job_faults(options_of(row), GIVEN)
+    if faults or row.problem != REMOVED:
+        return faults[0].translated() if faults else row.problem
+    return shown(Wording(REMOVED))
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -166,7 +238,7 @@ def declared(settings: Settings) -> dict[str, ScheduleOptions]:
         options, problems = read_schedule(given, f"KJO['SCHEDULES'][{name!r}]")
         if not problems and not options.job:
             problems = job_faults(options, f"KJO['SCHEDULES'][{name!r}]")
-        if fault := name_fault(name) or "".join(map(str, problems[:1])):
+        if fault := name_fault(name) or next(iter(problems), None):
             logger.error("The schedule %r is left as it is: %s", name, fault)
             continue
         found[name] = options
@@ -284,7 +356,8 @@ def insert(name: str, options: ScheduleOptions, runtime: Runtime, *, actor: str)
         with runtime.store.transaction():
             row.save(using=runtime.database, force_insert=True)
     except IntegrityError:
-        raise ScheduleFaults({"name": f"There is a schedule named {name!r}."}) from None
+        taken = Wording(_("There is a schedule named %(name)r."), {"name": name})
+        raise ScheduleFaults({"name": taken}) from None
     return row
 
 

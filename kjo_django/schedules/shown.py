@@ -12,13 +12,16 @@ from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.logs import get_logger
 from kjo_django.models import Job, Schedule
+from kjo_django.refusals import shown as for_people
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.schedules.declarations import (
     COLUMNS,
+    GIVEN,
     columns_of,
     field_text,
     in_order,
     problem_of,
+    problem_shown,
 )
 from kjo_django.schedules.ticker import id_prefix
 
@@ -32,14 +35,15 @@ FORM_RUNS = 5
 
 
 def preview(given: Mapping[str, Any]) -> tuple[list[datetime], dict[str, str]]:
-    """Return the next ticks of what a form says about when, and what is wrong with it by field.
+    """Return the next ticks of what a form says about when, and what is wrong with it by field, in
+    the active language.
 
     :param given: some of ``TIMES``; None and "" leave an option at its default.
     """
     kept = {name: value for name, value in given.items() if value not in (None, "")}
-    options, problems = read_schedule(kept, "schedule")
+    options, problems = read_schedule(kept, GIVEN)
     if problems:
-        return [], {one.key: field_text(one, "schedule") for one in reversed(problems)}
+        return [], {one.key: field_text(one, for_people) for one in reversed(problems)}
     return next_runs(options), {}
 
 
@@ -94,7 +98,7 @@ def late(after: timedelta = timedelta(seconds=60), limit: int = 20) -> list[Sche
 
 
 def overview(names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return what commands and the REST API show of each schedule, by name.
+    """Return what commands show of each schedule, by name; its problem in the active language.
 
     :param names: of the schedules to show; all if none is given.
     """
@@ -103,7 +107,9 @@ def overview(names: Iterable[str] = ()) -> list[dict[str, Any]]:
     wanted = list(names)
     found = in_order(rows.filter(name__in=wanted) if wanted else rows)
     jobs, now = last_jobs(found), runtime.clock.now()
-    return [described(row, jobs.get(row.pk), now) for row in found]
+    return [
+        described(row, jobs.get(row.pk), now) | {"problem": problem_shown(row)} for row in found
+    ]
 
 
 class ScheduleState(enum.StrEnum):

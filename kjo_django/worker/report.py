@@ -102,7 +102,8 @@ def render(worker: Worker) -> str:
         facts[_("Memory Usage:")] = _memory(s["memory_bytes"], s["memory_limit_bytes"])
     width = max(map(len, facts))
     lines = (f"  {label.ljust(width)} {text}" for label, text in facts.items())
-    return "\n".join((f"{worker.name}: {', '.join(s['queues']) or _('no queues')}", *lines))
+    queues = ", ".join(s["queues"]) or _("no queues")
+    return "\n".join((f"{worker.name}: {queues}", *lines))
 
 
 def _partitions(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import Count, Q, QuerySet, Sum
+from django.utils.translation import gettext_noop as _
 
 from kjo_django.clock import CLOCK
 from kjo_django.models import (
@@ -22,6 +23,7 @@ from kjo_django.models import (
     WorkflowEdge,
     WorkflowStage,
 )
+from kjo_django.refusals import RefusedError
 from kjo_django.runtime import jobs_database
 from kjo_django.states import OPEN_WORKFLOWS, UNFINISHED, JobState, JobStatus, WorkflowState
 from kjo_django.store.counting import (
@@ -84,9 +86,9 @@ def page(
     :raises ValueError: a cursor is of no page, or there are two.
     """
     if after is not None and before is not None:
-        raise ValueError("Give after or before, not both")
+        raise RefusedError(_("Give after or before, not both"))
     if not 1 <= size <= MAX_PAGE:
-        raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
+        raise RefusedError(_("A page has 1 to %(most)s rows"), most=MAX_PAGE)
     if before is not None:
         found = list(rows.filter(pk__gt=_cursor(before)).order_by("pk")[: size + 1])
         shown, has_older, has_newer = found[:size][::-1], bool(found), len(found) > size
@@ -106,7 +108,7 @@ def _cursor(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError:
-        raise ValueError(f"{text!r:.80} is no place in a list of workflows") from None
+        raise RefusedError(_("%(text).80r is no place in a list of workflows"), text=text) from None
 
 
 def state_counts() -> dict[str, int]:

@@ -50,6 +50,17 @@ def test_one_is_added_and_read(superuser: APIClient, greet: Any) -> None:
     assert (entry.change_message, entry.object_id) == ("Added.", made["id"])
 
 
+def test_what_is_wrong_is_said_in_english_in_every_language(
+    superuser: APIClient, row: Schedule, settings: Any
+) -> None:
+    settings.LANGUAGE_CODE = "de"
+    answer = superuser.post("/kjo/schedules/", {**NIGHTLY, "name": "x", "cron": "0 25 * * *"})
+    assert errors_of(answer)["cron"].startswith("Must be a cron expression whose hour is 0-23")
+    Schedule.objects.update(job="no.such")
+    problem = superuser.get(at(row)).json()["problem"]
+    assert problem.startswith("schedule['job']: no job is named 'no.such'.")
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -71,7 +71,8 @@ class Project:
         return path
 
     def migrate(self, *, write: bool = True) -> Report:
-        migration = Migration([self.folder])
+        packages = self.folder / "site-packages"
+        migration = Migration([self.folder], packages=[packages] if packages.exists() else [])
         migration.rewrite()
         if write:
             migration.write()
@@ -298,6 +299,96 @@ def test_celerys_own_class_gives_nothing(based: Rewrite) -> None:
     code = based("@shared_task(base=Task)\ndef act(x): ...\n", imports="from celery import Task")
     assert code.endswith("@job\ndef act(x): ...\n")
     assert "celery" not in code
+
+
+INSTALLED = """
+    import socket
+    from celery import Task
+    from .conf import LIMITS
+    from .errors import Gone
+
+    LIMIT = 5
+
+
+    class Patient(Task):
+        autoretry_for = (Gone, socket.timeout)
+        max_retries = LIMIT
+        soft_time_limit = LIMITS.SOFT
+
+        def on_failure(self, *args): ...
+"""
+
+
+def test_a_base_class_of_an_installed_package_is_read_and_not_changed(
+    based: Rewrite, project: Project
+) -> None:
+    # Given
+    package = project.write("site-packages/patience/tasks.py", INSTALLED)
+    project.write("site-packages/patience/__init__.py", "from .tasks import Patient\n")
+    before = package.read_text()
+    imports = "from patience import Patient"
+    # When
+    code = based("@shared_task(base=Patient)\ndef act(x): ...\n", "", imports)
+    # Then
+    assert code == (
+        "import socket\n\n"
+        "from kjo_django import job\n"
+        "from patience.conf import LIMITS\n"
+        "from patience.errors import Gone\n"
+        "from patience.tasks import LIMIT\n\n\n"
+        "@job(retry_on=(Gone, socket.timeout), timeout=LIMITS.SOFT, max_attempts=LIMIT + 1)\n"
+        "def act(x): ...\n"
+    )
+    assert package.read_text() == before
+    (failure,) = [each for each in project.report.findings if each.what == "Patient.on_failure"]
+    assert (failure.file.endswith("patience/tasks.py"), failure.line) == (True, 14)
+    assert "the base class of act" in failure.why
+    assert "signals.job_failed" in failure.to_do
+    assert not any("class Patient" in reason for reason in project.reasons)
+
+
+def test_a_base_class_of_an_installed_package_that_changes_calls_keeps_its_tasks(
+    based: Rewrite, project: Project
+) -> None:
+    # Given
+    own = "from celery import Task\n\n\nclass Own(Task):\n    def __call__(self): ...\n"
+    project.write("site-packages/tenants.py", own)
+    # When
+    code = based("@shared_task(base=Own)\ndef act(x): ...\n", "", "from tenants import Own")
+    # Then
+    assert "@shared_task(base=Own)" in code
+    (reason,) = [each for each in project.reasons if "Own" in each]
+    assert "site-packages/tenants.py:5) has __call__()" in reason
+
+
+def test_a_package_that_is_not_there_or_cannot_be_read_is_as_unknown_as_before(
+    based: Rewrite, project: Project
+) -> None:
+    project.write("site-packages/broken.py", "class Own(:\n")
+    for name in ("broken", "missing"):
+        based("@shared_task(base=Own)\ndef act(x): ...\n", "", f"from {name} import Own")
+        (reason,) = [each for each in project.reasons if "Own" in each]
+        assert "its base class Own is in no file that was read" in reason
+    (finding,) = [each for each in project.report.findings if "Own" in each.why]
+    assert "--packages" in finding.to_do
+
+
+def test_a_task_of_an_installed_package_is_no_task_of_the_project(project: Project) -> None:
+    # Given
+    package = "from celery import shared_task\n\n\n@shared_task\ndef sync(x): ...\n"
+    project.write("site-packages/other/tasks.py", package)
+    view = "from other.tasks import sync\n\n\ndef act():\n    sync.delay(1)\n"
+    path = project.write("shop/views.py", view)
+    # When
+    report = project.migrate()
+    # Then
+    assert path.read_text() == view
+    assert report.counts["declarations", "left"] + report.counts["declarations", "changed"] == 5
+
+
+def test_a_folder_of_packages_has_to_be_there(project: Project) -> None:
+    with pytest.raises(CommandError, match="There is no folder"):
+        call_command("kjo_migrate_celery", str(project.folder), packages=[project.folder / "no"])
 
 
 def test_what_a_base_class_does_after_a_task_is_named_by_its_line(

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import default_worker_name, get_settings
-from kjo_django.contrib.tasks.backend import TASK, TIMEOUT, TaskHandler
+from kjo_django.contrib.tasks.backend import TASK, TIMEOUT, KJOBackend, TaskHandler
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
     TaskResultDoesNotExist,
@@ -226,6 +227,15 @@ def test_a_priority_is_stored_with_the_job_and_the_result_knows_it(tasks: Any) -
 def test_a_priority_out_of_range_is_refused(tasks: Any, wrong: float) -> None:
     with pytest.raises(InvalidTask, match="priority"):
         tasks.add.using(priority=wrong)
+
+
+def test_the_page_names_each_capability_that_a_backend_can_have() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/how-to/django-tasks.md").read_text()
+    names = [name for name in vars(KJOBackend.__mro__[1]) if name.startswith("supports_")]
+    assert len(names) == 4
+    for name in names:
+        assert getattr(KJOBackend, name) is True
+        assert f"`{name}`" in page
 
 
 def test_queues_are_those_of_the_backend(tasks: Any) -> None:

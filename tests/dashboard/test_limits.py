@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from datetime import timedelta
@@ -182,6 +183,14 @@ def test_what_means_nothing_is_refused(operator, name, given):
     assert response.status_code == 200
     assert not LimitControl.objects.exists()
     assert not LogEntry.objects.exists()
+
+
+def test_the_grammar_of_rates_is_explained_in_the_readers_language(operator, settings):
+    settings.LANGUAGE_CODE = "de"
+    page = operator(*EVERYTHING).post(url("limit", "job:tests.limited"), {"rate": "<b>5"})
+    text = html.unescape(page.content.decode())
+    assert "Erwartet wird eine Rate wie '5/s', '100/m' oder '10/30s'; '/' fehlt" in text
+    assert "gegeben ist '&lt;b&gt;5'" in page.content.decode().replace("&#x27;", "'")
 
 
 @pytest.mark.parametrize("name", ["job:nosuch", "queue:nosuch", "nosuch", "x:y"])

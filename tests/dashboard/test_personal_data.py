@@ -73,6 +73,23 @@ def test_a_person_is_counted_first_and_erased_by_a_button(client: Any) -> None:
     assert ADA not in listed + page + logged
 
 
+def test_what_is_wrong_is_said_in_the_readers_language(client: Any, settings: Any) -> None:
+    settings.LANGUAGE_CODE = "de"
+    page = look(client, values=ADA).content.decode()
+    assert "ist nicht PFAD=WERT, wie customer.email=ada@example.org" in page
+    assert "is not PATH=VALUE" not in page
+
+
+def test_a_request_of_another_secret_key_is_refused_in_the_readers_language(
+    client: Any, settings: Any
+) -> None:
+    row = start_erasure(Person.of(keys=["ada"]), actor="a", dry_run=True)
+    settings.SECRET_KEY, settings.LANGUAGE_CODE = "another one", "es"
+    client.force_login(User.objects.get())  # the session was of the other key
+    said = texts(client.post(url("erasure_start", row.pk), follow=True))
+    assert said[0].startswith("La solicitud se hizo con otro SECRET_KEY")
+
+
 def test_what_is_wrong_with_the_form_is_said(client: Any) -> None:
     for change, text in (
         ({"values": " \n"}, "give at least one key, id or value"),

@@ -203,6 +203,7 @@ def test_a_schedule_is_added(operator):
         ("job", "ledger.wriet", "ledger.write"),
         ("payload", "[1]", "dict"),
         ("payload", "{", "JSON"),
+        ("payload", '{"job": "\\ud800"}', "dict"),
         ("payload", '{"job": "a", "nosuch": 1}', "nosuch"),
         ("queue", "nosuch", "No queue"),
         ("jitter", "-1", "0"),
@@ -224,6 +225,29 @@ def test_what_means_nothing_is_refused_with_the_place_of_the_fault(operator, fie
     assert told in str(errors), errors
     assert not Schedule.objects.exists()
     assert written() == []
+
+
+def test_what_means_nothing_is_refused_in_the_readers_language(operator, settings):
+    settings.LANGUAGE_CODE = "de"
+    client = operator(*EVERYTHING)
+    answer = client.post(url("schedule_add"), {**FORM, "cron": "0 <b> * * *"})
+    page = answer.content.decode()
+    assert "Erwartet wird ein Cron-Ausdruck, dessen Feld hour 0-23 ist" in page
+    assert "must be" not in page
+    assert "<b>" not in page
+    preview = client.get(url("schedule_preview"), {"cron": "0 25 * * *"}).content.decode()
+    assert "Erwartet wird ein Cron-Ausdruck" in preview
+
+
+def test_a_broken_schedule_says_why_in_the_readers_language(operator, settings):
+    row = nightly()
+    Schedule.objects.filter(pk=row.pk).update(job="ledger.wriet")
+    settings.LANGUAGE_CODE = "es"
+    client = operator(*EVERYTHING)
+    for address in (url("schedules"), url("schedule", row.pk)):
+        page = client.get(address).content.decode()
+        assert "ningún trabajo se llama" in page
+        assert "no job is named" not in page
 
 
 def test_the_form_shows_the_next_five_runs_by_the_clocks_of_the_zone(operator):

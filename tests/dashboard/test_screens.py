@@ -38,7 +38,15 @@ pytestmark = pytest.mark.django_db
 
 EVIL = "<script>alert(1)</script>"
 PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
-PAGES += ["handlers", "schedules", "schedule_add", "schedule_preview", "limits", "personal_data"]
+PAGES += [
+    "handlers",
+    "schedules",
+    "schedule_add",
+    "schedule_preview",
+    "job_add",
+    "limits",
+    "personal_data",
+]
 MOST_QUERIES = 12
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gettext
 import io
 import json
@@ -77,6 +78,30 @@ def test_a_translation_begins_and_ends_as_its_text(language: str) -> None:
     for entry in catalogues.read(path_of(language)):
         for text in entry.texts:
             assert _ends(text) == _ends(entry.msgid), (entry.msgid, text)
+
+
+def test_no_text_is_asked_for_within_an_f_string() -> None:
+    """The programs of gettext do not see it there, and would drop it from the catalogues."""
+    assert list(catalogues.within_f_strings(ast.parse("f'{_(\"a\")} {b}'; _('c')"))) == ["a"]
+    found = [
+        (path.name, text)
+        for path in PACKAGE.rglob("*.py")
+        for text in catalogues.within_f_strings(ast.parse(path.read_text()))
+    ]
+    assert found == []
+
+
+@every_language
+def test_a_text_that_begins_with_a_field_does_so_in_its_translation(language: str) -> None:
+    """A form leaves the field out: it shows the text beside it."""
+    found = [
+        entry.msgid
+        for entry in catalogues.read(path_of(language))
+        if all(text.startswith("%(field)s") for text in (entry.msgid, *entry.texts))
+    ]
+    assert len(found) > 5
+    asked = [text for text in catalogues.asked_for() if text.startswith("%(field)s")]
+    assert sorted(found) == sorted(asked)
 
 
 @every_language

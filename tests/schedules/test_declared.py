@@ -69,7 +69,7 @@ def test_a_job_that_needs_arguments_is_refused_without_a_payload():
             "['job']: no job is named 'shop.cleen'",
             "'shop.clean'",
         ),
-        ({"job": "shop.clean", "every": 5}, "['payload']: shop.clean: missing", ""),
+        ({"job": "shop.clean", "every": 5}, "['payload']: the job shop.clean: missing", ""),
         ({"job": "shop.report"}, "does not say when", ""),
         ({"job": "shop.report", "every": 0}, "['every'] must be a timedelta or number", ""),
         ({"job": "shop.report", "cron": "0 99 * * *"}, "whose hour is 0-23", ""),

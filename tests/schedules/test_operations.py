@@ -6,9 +6,11 @@ from datetime import UTC, datetime
 from uuid import uuid4
 
 import pytest
+from django.utils import translation
 
 from kjo_django.models import Job, Schedule
 from kjo_django.operations import schedules
+from kjo_django.refusals import shown as shown_text
 from kjo_django.runtime import current_runtime
 from kjo_django.schedules import shown
 from kjo_django.schedules.declarations import ScheduleFaults, checked, synchronize
@@ -61,6 +63,61 @@ def test_what_is_wrong_is_said_of_its_field(options, field, text):
         schedules.add("x", **{"job": "shop.report", **options})
     assert text in caught.value.faults[field]
     assert not Schedule.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "text"),
+    [
+        (
+            {"cron": "0 25 * * *"},
+            "cron",
+            "Erwartet wird ein Cron-Ausdruck, dessen Feld hour 0-23 ist, was '25' nicht ist; "
+            "gegeben ist '0 25 * * *'.",
+        ),
+        (
+            {"cron": "@dayly"},
+            "cron",
+            "Erwartet wird ein Cron-Ausdruck oder ein bekannter Kurzname (Meinten Sie '@daily'?); "
+            "gegeben ist '@dayly'.",
+        ),
+        (
+            {"every": 0},
+            "every",
+            "Erwartet wird ein timedelta oder eine Zahl ganzer Sekunden von 1 bis 315.360.000; "
+            "gegeben ist 0.",
+        ),
+        (
+            {"every": 5, "job": "shop.clean"},
+            "payload",
+            "Der Job shop.clean: es fehlt das Argument 'days'.",
+        ),
+        (
+            {"every": 5, "job": "shop.cleen"},
+            "job",
+            "Kein Job heißt 'shop.cleen'. Meinten Sie 'shop.clean'?",
+        ),
+        ({"every": 5, "job": ""}, "job", "Wird gebraucht."),
+        (
+            {"every": 5, "queue": "legder"},
+            "queue",
+            "Keine Warteschlange heißt 'legder'. Meinten Sie 'ledger'?",
+        ),
+        ({}, "", "Sagt nicht, wann; geben Sie cron, every oder at an."),
+        (
+            {"cron": "@daily", "timezone": "Europe/Berlim"},
+            "timezone",
+            "Erwartet wird der Name einer Zeitzone (Meinten Sie 'Europe/Berlin'?); gegeben ist "
+            "'Europe/Berlim'.",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_german_where_people_read_it(options, field, text):
+    with pytest.raises(ScheduleFaults) as caught:
+        schedules.add("x", **{"job": "shop.report", **options})
+    with translation.override("de"):
+        assert caught.value.translated_faults() == {field: text}
+        assert shown_text(caught.value) == (f"{field}: {text}" if field else text)
+        assert str(caught.value) != shown_text(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", " ", "a:b", "x" * 101, "a\nb", None])

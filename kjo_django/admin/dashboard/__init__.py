@@ -28,6 +28,7 @@ def screens() -> tuple[Screen, ...]:
     from kjo_django.admin.dashboard import (
         actions,
         dead_letters,
+        enqueueing,
         handlers,
         jobs,
         limits,
@@ -45,6 +46,7 @@ def screens() -> tuple[Screen, ...]:
         *queues.SCREENS,
         *handlers.SCREENS,
         *jobs.SCREENS,
+        *enqueueing.SCREENS,
         *workflows.SCREENS,
         *schedules.SCREENS,
         *limits.SCREENS,

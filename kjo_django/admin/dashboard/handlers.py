@@ -15,6 +15,7 @@ from kjo_django.admin.dashboard.charts import sparkline
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.page import Page, Screen, shared
 from kjo_django.conf import get_settings
+from kjo_django.operations import enqueueing
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.monitoring import metrics
@@ -78,6 +79,8 @@ def show_one(page: Page, handler: str) -> HttpResponse:
             "time_limit": known.options.timeout or queue.timeout,
             "limits": [*filter(None, (known.options.rate, _slots(known)))],
         }
+    if handler in enqueueing.handlers() and page.may("enqueue_job"):
+        context["enqueue"] = f"{page.url('job_add')}?{urlencode({'handler': handler})}"
     if page.may("view_job"):
         context["searches"] = [
             {"label": label, "url": _jobs(page, handler, state)} for state, label in _STATES.items()

@@ -26,6 +26,7 @@ from kjo_django.personal_data.erasure import (
     start_erasure,
 )
 from kjo_django.personal_data.person import MAX_LENGTH, MOST, Person
+from kjo_django.refusals import shown
 from kjo_django.runtime import jobs_database
 
 SHOWN = 20
@@ -78,7 +79,7 @@ class PersonForm(forms.Form):
         try:
             return {**given, "person": Person.parse(lines)}
         except ValueError as error:
-            raise forms.ValidationError(str(error)) from None
+            raise forms.ValidationError(shown(error)) from None
 
 
 def show(page: Page) -> HttpResponse:

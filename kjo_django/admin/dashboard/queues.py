@@ -81,7 +81,7 @@ def _buttons(page: Page, row: dict[str, Any], name: str = "") -> list[dict[str, 
 def _summary(rows: list[dict[str, Any]]) -> str:
     paused = sum(row["is_paused"] for row in rows)
     queues = ngettext("%d queue", "%d queues", len(rows)) % len(rows)
-    return f"{queues}, {_('%d paused') % paused}"
+    return ", ".join((queues, _("%d paused") % paused))
 
 
 def show_one(page: Page, queue: str) -> HttpResponse:

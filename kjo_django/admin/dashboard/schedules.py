@@ -31,7 +31,13 @@ from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.safe_text import inert
 from kjo_django.runtime import jobs_database
 from kjo_django.schedules import shown
-from kjo_django.schedules.declarations import COLUMNS, TIMES, ScheduleFaults, in_order
+from kjo_django.schedules.declarations import (
+    COLUMNS,
+    TIMES,
+    ScheduleFaults,
+    in_order,
+    problem_shown,
+)
 from kjo_django.timetables import zone_of
 
 SIZE = 100
@@ -109,6 +115,7 @@ def _rows(page: Page, listed: list[Schedule]) -> list[dict[str, Any]]:
         found.append(
             {
                 **facts,
+                "problem": problem_shown(row),
                 "row": row,
                 "badge": SCHEDULE_BADGES[facts["state"]],
                 "next": facts["next_at"] and shown_tick(facts["next_at"], _zone_of(row)),
@@ -146,6 +153,7 @@ def show_one(page: Page, schedule: UUID) -> HttpResponse:
         "schedule.html",
         {
             **facts,
+            "problem": problem_shown(row),
             "schedule": row,
             "badge": SCHEDULE_BADGES[facts["state"]],
             "next_runs": [shown_tick(tick, zone) for tick in shown.next_runs(row)],
@@ -268,7 +276,7 @@ def _submitted(page: Page, row: Schedule | None, form: forms.Form) -> Schedule |
             given["payload"] = _restored(given["payload"], row)
         return None if "preview" in page.request.POST else _save(page, row, given)
     except ScheduleFaults as error:
-        for name, text in error.faults.items():
+        for name, text in error.translated_faults().items():
             form.add_error(name if name in form.fields else None, text)
     return None
 
@@ -299,7 +307,7 @@ def _restored(payload: Any, row: Schedule) -> Any:
     try:
         return redaction.restored(payload, row.payload)
     except ValueError as error:
-        raise ScheduleFaults({"payload": str(error)}) from None
+        raise ScheduleFaults({"payload": error}) from None
 
 
 def _save(page: Page, row: Schedule | None, given: dict[str, Any]) -> Schedule:

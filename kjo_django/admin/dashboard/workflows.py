@@ -14,6 +14,7 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
+from kjo_django import refusals
 from kjo_django.admin.dashboard import graph
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.admin.dashboard.graph import Node
@@ -48,7 +49,7 @@ def show_list(page: Page) -> HttpResponse:
             size=SIZE,
         )
     except ValueError as error:
-        raise Http404(str(error)) from None
+        raise Http404(refusals.shown(error)) from None
     offered = [each for each in button_actions(Subject.WORKFLOWS) if not each.has_required_inputs]
     rows = _rows(page, listed.rows)
     summary = ngettext("%d workflow on this page", "%d workflows on this page", len(rows))

@@ -99,7 +99,7 @@ def _from_the_top(tree: cst.Module, before: cst.Module) -> cst.Module:
 def _may_go(local: str, origin: Name, file: FileEdits) -> bool:
     if origin in NEEDED_NO_MORE or file.index.is_app(file.module, (local,)):
         return True
-    found = file.index.defined(file.module, (local,))
+    found = file.index.defined_anywhere(file.module, (local,))
     return found is not None and bool(file.plans.bases.users(found[0], found[1][-1]))
 
 

@@ -46,8 +46,11 @@ tasks that are bound."""
 class Migration:
     """The codemod's run over some files, in three steps: read, rewrite, write."""
 
-    def __init__(self, paths: Iterable[Path], exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, paths: Iterable[Path], exclude: Sequence[str] = (), packages: Iterable[Path] = ()
+    ) -> None:
         self.report = Report()
+        self._packages = [source_files.folder(path) for path in packages]
         self._files: list[SourceFile] = []
         self._new: dict[Path, bytes] = {}
         for path, root in source_files.find(paths, exclude):
@@ -60,7 +63,7 @@ class Migration:
 
     def rewrite(self) -> None:
         """Rewrite what can be; nothing is written."""
-        index = ProjectIndex(self._files)
+        index = ProjectIndex(self._files, self._packages)
         self.report.has_celery = index.uses_celery
         if not self.report.has_celery:
             return
@@ -75,6 +78,7 @@ class Migration:
         for folder, modules in sorted(declaring.items()):
             self._import_jobs(folder, modules)
         self.report.findings += unknown_queues(plans, index)
+        self.report.findings += plans.bases.of_packages()
         if place is None or str(place.file.shown_path) in self.report.unreadable:
             self._ask_for_attempts(plans)
 

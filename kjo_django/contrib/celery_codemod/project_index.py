@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from kjo_django.contrib.celery_codemod.source_files import SourceFile
+from kjo_django.contrib.celery_codemod import source_files
+from kjo_django.contrib.celery_codemod.source_files import SourceFile, UnreadableFileError
 
 Name = tuple[str, ...]
 """A dotted name in its parts."""
@@ -94,6 +96,8 @@ class Module:
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     apps: set[str] = field(default_factory=set)
     """Names of Celery applications that are made here."""
+    is_installed: bool = False
+    """Whether it is of an installed package: it is read, and never changed."""
 
     @property
     def parts(self) -> Name:
@@ -117,6 +121,10 @@ class Module:
         return ast.get_source_segment(self.file.text, node) or ast.unparse(node)
 
 
+Finder = Callable[[Name], Module | None]
+"""Returns the module of a dotted name."""
+
+
 def dotted(node: ast.AST) -> Name:
     """Return the parts of a dotted name, or none for any other expression."""
     parts: list[str] = []
@@ -133,9 +141,14 @@ class ProjectIndex:
 
     A module is found by the end of its dotted name: where ``src/shop/tasks.py`` is read from the
     project's folder, ``shop.tasks`` means it if no other file could be meant.
+
+    :param packages: folders of installed packages, whose modules are read when a class is looked
+        for that no file of the project has.
     """
 
-    def __init__(self, files: Iterable[SourceFile]) -> None:
+    def __init__(self, files: Iterable[SourceFile], packages: Sequence[Path] = ()) -> None:
+        self._packages = packages
+        self._installed: dict[Name, Module | None] = {}
         self.modules = [_module_of(file) for file in files]
         self._by_last: dict[str, list[Module]] = defaultdict(list)
         for module in self.modules:
@@ -171,28 +184,55 @@ class ProjectIndex:
 
     def defined(self, module: Module, name: Name) -> tuple[Module, Name] | None:
         """Return the module that defines what a name means, and what it is called there."""
-        return self._defined(module, name, 0)
+        return self._defined(module, name, 0, self.find)
 
-    def _defined(self, module: Module, name: Name, depth: int) -> tuple[Module, Name] | None:
+    def defined_anywhere(self, module: Module, name: Name) -> tuple[Module, Name] | None:
+        """Return what ``defined`` does, and look into installed packages, too."""
+        return self._defined(module, name, 0, self._find_anywhere)
+
+    def _defined(
+        self, module: Module, name: Name, depth: int, find: Finder
+    ) -> tuple[Module, Name] | None:
         if not name or depth > DEEPEST or name[0] in module.doubtful:
             return None
         if name[0] in module.imports:
-            return self._looked_up(module.origin(name), depth + 1)
+            return self._looked_up(module.origin(name), depth + 1, find)
         if name[0] in module.names:
             return module, name
         for star in module.stars:
-            found = self._looked_up((*star, *name), depth + 1)
+            found = self._looked_up((*star, *name), depth + 1, find)
             if found is not None:
                 return found
         return None
 
-    def _looked_up(self, name: Name, depth: int) -> tuple[Module, Name] | None:
+    def _looked_up(self, name: Name, depth: int, find: Finder) -> tuple[Module, Name] | None:
         for size in range(len(name) - 1, 0, -1):
-            module = self.find(name[:size])
+            module = find(name[:size])
             if module is not None:
-                found = self._defined(module, name[size:], depth)
+                found = self._defined(module, name[size:], depth, find)
                 if found is not None:
                     return found
+        return None
+
+    def _find_anywhere(self, name: Name) -> Module | None:
+        found = self.find(name)
+        if found is not None:
+            return found
+        if name not in self._installed:
+            self._installed[name] = self._read_installed(name)
+        return self._installed[name]
+
+    def _read_installed(self, name: Name) -> Module | None:
+        for folder in self._packages:
+            place = folder.joinpath(*name)
+            for path in (place / "__init__.py", place.with_name(f"{name[-1]}.py")):
+                if path.is_file():
+                    try:
+                        module = _module_of(source_files.read(path, folder))
+                    except UnreadableFileError:
+                        return None
+                    module.is_installed = True
+                    return module
         return None
 
     def task(self, module: Module, name: Name) -> Task | None:
@@ -201,7 +241,7 @@ class ProjectIndex:
 
     def task_at(self, path: Name) -> Task | None:
         """Return the task at an absolute dotted path, as ``patch`` takes it."""
-        return _task_in(self._looked_up(path, 0))
+        return _task_in(self._looked_up(path, 0, self.find))
 
     def task_called(self, celery_name: str) -> Task | None:
         """Return the task that Celery knows by a name."""

@@ -61,6 +61,16 @@ def find(paths: Iterable[Path], exclude: Sequence[str] = ()) -> list[tuple[Path,
     return sorted(found.items())
 
 
+def folder(path: Path) -> Path:
+    """Return a folder as it is named from anywhere.
+
+    :raises ValueError: there is none.
+    """
+    if not path.is_dir():
+        raise ValueError(f"There is no folder {path}")
+    return path.resolve()
+
+
 def _in_folder(folder: Path, exclude: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     for parent, names, files in os.walk(folder):
         names[:] = sorted(name for name in names if _is_own(Path(parent, name)))

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kjo_django.contrib.celery_codemod.migration_report import Finding
 from kjo_django.contrib.celery_codemod.project_index import (
     DEEPEST,
     Module,
@@ -59,6 +60,8 @@ OVERRIDES = {
 }
 """Methods that change how a task is called, and what is written here."""
 TASK_CLASS = ("celery", "Task")
+MOST_LISTED = 3
+"""Names of tasks in one finding."""
 PLAIN = frozenset({("object",), ("abc", "ABC"), ("typing", "Generic")})
 """Bases of classes that give a task nothing."""
 
@@ -107,6 +110,7 @@ class TaskBases:
     def __init__(self, index: ProjectIndex) -> None:
         self._index = index
         self._users: dict[ast.ClassDef, list[Task]] = defaultdict(list)
+        self._installed: dict[ast.ClassDef, BaseClass] = {}
         self.faults: dict[Task, list[tuple[str, str]]] = defaultdict(list)
         """Why a task cannot be a job because of its base class, each with what to do."""
         self.queues: list[tuple[Module, ast.expr]] = []
@@ -123,6 +127,14 @@ class TaskBases:
     def has_users(self, module: Module) -> bool:
         """Return whether a class of this module is a base class of a task."""
         return any(self.users(module, name) for name in module.classes)
+
+    def of_packages(self) -> Iterator[Finding]:
+        """Yield what the methods of base classes of installed packages do that nothing calls."""
+        for node, base in self._installed.items():
+            for name, method in base.methods.items():
+                if name in OBSERVERS:
+                    path, why = base.module.file.shown_path, not_called(self._users[node])
+                    yield Finding(path, method.lineno, f"{node.name}.{name}", why, OBSERVERS[name])
 
     def is_task(self, module: Module, name: str) -> bool:
         """Return whether a class of a module derives from Celery's ``Task``."""
@@ -147,7 +159,7 @@ class TaskBases:
         return name[-1:] == ("Task",) and self._index.is_app(module, name[:-1])
 
     def _class(self, module: Module, node: ast.expr) -> BaseClass | None:
-        found = self._index.defined(module, dotted(node))
+        found = self._index.defined_anywhere(module, dotted(node))
         if found is None or len(found[1]) != 1:
             return None
         definition = found[0].classes.get(found[1][0])
@@ -160,7 +172,7 @@ class TaskBases:
         """
         if self._is_celerys(module, node) or module.origin(dotted(node)) in PLAIN:
             return
-        found = self._class(module, node)
+        found = None if _is_of_once(module.origin(dotted(node))) else self._class(module, node)
         if found is None or depth > DEEPEST:
             raise UnknownBaseError(ast.unparse(node), module.origin(dotted(node)))
         yield found
@@ -179,6 +191,8 @@ class TaskBases:
         classes = [each for place, each in enumerate(every) if last[each.node] == place]
         for each in classes:
             self._users[each.node].append(task)
+            if each.module.is_installed:
+                self._installed[each.node] = each
             faults += _overrides(each)
             faults += self._add_options(task, each)
             doubtful = sorted(each.unsure & OPTIONS)
@@ -255,10 +269,12 @@ class _Renamed(ast.NodeTransformer):
         """Return how the task's file imports a name, None if that is not known."""
         owner = self._base.module
         path = owner.imports.get(name)
-        if path is not None and _is_absolute(owner, name):
+        if path is not None and (owner.is_installed or _is_absolute(owner, name)):
             if len(path) == 1:
                 return f"{{import {path[0]}}}"
             return f"{{from {'.'.join(path[:-1])} import {path[-1]}}}"
+        if path is None and name in owner.names and owner.is_installed:
+            return f"{{from {'.'.join(owner.parts)} import {name}}}"
         if path is None and name in owner.names:
             for local, origin in self._module.imports.items():
                 if self._index.find(origin[:-1]) is owner and _is_absolute(self._module, local):
@@ -311,12 +327,29 @@ def _at(base: BaseClass, line: int = 0) -> str:
     return f"its base class {base.node.name} ({place})"
 
 
+def not_called(users: Sequence[Task]) -> str:
+    """Return what is said of a method of a base class that Celery called beside these tasks."""
+    return f"it is not called for a job; it is the base class of {listed(users)}"
+
+
+def listed(tasks: Sequence[Task]) -> str:
+    """Return the names of tasks, of many only the first ones."""
+    names = ", ".join(task.name for task in tasks[:MOST_LISTED])
+    more = len(tasks) - MOST_LISTED
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _is_of_once(origin: Name) -> bool:
+    return origin[:1] in {("celery_once",), ("celery_singleton",)}
+
+
 def _unknown(origin: Name, text: str) -> tuple[str, str]:
     """Return what is said of a base class that no file has."""
-    if origin[:1] in {("celery_once",), ("celery_singleton",)}:
+    if _is_of_once(origin):
         return f"base={text} has no equal in @job", "use @job(unique_for=…, unique_by=…)"
     to_do = (
-        "if it is a class of the project, give its file to the command, too; else write its "
+        "if it is a class of the project, give its file to the command, too; if it is of an "
+        "installed package, give the folder of packages with --packages; else write its "
         "attributes as options of @job, its on_failure or after_return as a receiver of job_failed "
         "or job_completed, its __call__ as middleware"
     )

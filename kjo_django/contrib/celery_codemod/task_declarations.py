@@ -10,13 +10,12 @@ import libcst as cst
 
 from kjo_django.contrib.celery_codemod.edits import Planner, dotted_name, keyword
 from kjo_django.contrib.celery_codemod.project_index import Task, uses_celery
-from kjo_django.contrib.celery_codemod.task_bases import OBSERVERS
+from kjo_django.contrib.celery_codemod.task_bases import OBSERVERS, listed, not_called
 from kjo_django.contrib.celery_codemod.task_options import CONTEXT, JobPlan
 
 FROM_MODULE = re.compile(r"\{from ([\w.]+) import (\w+)\}")
 MODULE = re.compile(r"\{import (\w+)\}")
 """What stands for names that the file has to import, in the source of an option."""
-MOST_LISTED = 3
 CLASS_TO_DO = (
     "write run() as a function with @job; what the class keeps between runs belongs into the module"
 )
@@ -130,15 +129,15 @@ class DeclarationPlanner(Planner):
 
     def _report_base(self, node: cst.ClassDef, users: Sequence[Task]) -> None:
         """Report the methods of a base class that nothing calls for jobs, each by its line."""
-        name, tasks = node.name.value, _listed(users)
+        name = node.name.value
         methods = [each for each in node.body.body if isinstance(each, cst.FunctionDef)]
         for method in methods:
             if method.name.value in OBSERVERS:
                 what = f"{name}.{method.name.value}"
-                why = f"it is not called for a job; it is the base class of {tasks}"
+                why = not_called(users)
                 self.file.leave(method, "", what, why, OBSERVERS[method.name.value])
         if not methods and all(map(self.file.plans.is_possible, users)):
-            why = f"its options are those of {tasks} now"
+            why = f"its options are those of {listed(users)} now"
             self.file.remark(self.file.line(node), f"class {name}", why, "delete it")
 
     # --- The body of a bound task -----------------------------------------------------------------
@@ -199,13 +198,6 @@ class DeclarationPlanner(Planner):
             args.append(keyword("delay", given["countdown"]))
         name = cst.Name(self.file.use("kjo_django", "Retry"))
         return cst.Raise(exc=cst.Call(name, args), cause=cause)
-
-
-def _listed(tasks: Sequence[Task]) -> str:
-    """Return the names of tasks, of many only the first ones."""
-    names = ", ".join(task.name for task in tasks[:MOST_LISTED])
-    more = len(tasks) - MOST_LISTED
-    return f"{names} and {more} more" if more > 0 else names
 
 
 def _expression(node: cst.BaseExpression) -> cst.BaseExpression:

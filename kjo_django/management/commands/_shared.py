@@ -115,7 +115,7 @@ def command_errors() -> Iterator[None]:
         text = f"{type(error).__name__}: {error}".rstrip()
         raise CommandError(f"{text}\n{missing_tables()}".rstrip()) from error
     except (KjoError, ImproperlyConfigured) as error:
-        raise CommandError(f"{type(error).__name__}: {error}") from error
+        raise CommandError(f"{type(error).__name__}: {shown(error)}") from error
     except ValueError as error:
         raise CommandError(shown(error), returncode=2) from error
 

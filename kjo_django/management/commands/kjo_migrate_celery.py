@@ -42,6 +42,16 @@ class Command(KjoCommand):
             help="Leave out files whose path in a folder matches, as legacy/*. Repeatable.",
         )
 
+        add(
+            "--packages",
+            action="append",
+            type=Path,
+            default=[],
+            metavar="FOLDER",
+            help="A folder of installed packages, as .venv/lib/python3.12/site-packages: base "
+            "classes of tasks are looked for there. It is read, never changed. Repeatable.",
+        )
+
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Rewrite the files."""
         try:
@@ -50,7 +60,9 @@ class Command(KjoCommand):
             raise ImproperlyConfigured(
                 _("%s: to rewrite code, pip install 'kjo-django[migrate]'") % error
             ) from error
-        migration = Migration([Path(path) for path in options["paths"]], options["exclude"])
+        migration = Migration(
+            [Path(path) for path in options["paths"]], options["exclude"], options["packages"]
+        )
         migration.rewrite()
         if options["write"]:
             migration.write()
