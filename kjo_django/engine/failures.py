@@ -335,26 +335,6 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         runtime.store.insert_missing(letters)
     if steps:
         _count_ended_steps(runtime, steps)
-    _delete_committed_markers(runtime, attempts)
-
-
-def _delete_committed_markers(runtime: Runtime, attempts: Sequence[Attempt]) -> None:
-    """Delete the markers of jobs whose handler has ended its transaction, once their rows say that
-    they have failed.
-
-    This worker has deleted its own. Another one that had the job since may have committed the
-    marker again, and have died.
-    """
-    committed = {
-        attempt.key
-        for attempt in attempts
-        if attempt.ending is Ending.DEAD
-        and attempt.is_marked
-        and attempt.row is not None  # else a message of others may have completed elsewhere
-        and isinstance(attempt.error, TransactionEndedError)
-    }
-    if committed:
-        runtime.store.delete_markers(committed)
 
 
 def _count_ended_steps(
@@ -497,6 +477,10 @@ def _record_row(
     changed = transition(_ACTIONS[attempt.ending], rows, **changes)
     if changed and is_retry:
         _send_retry(runtime, Job.objects.using(using).get(pk=job.id))
+    if changed and attempt.is_marked and isinstance(attempt.error, TransactionEndedError):
+        # Its handler commits the marker. This worker has deleted its own, but not that of another
+        # one that had the job since, and has died.
+        runtime.store.delete_markers([attempt.key])
     return bool(changed)
 
 
