@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db.models import Count, QuerySet
 
+from kjo_django.clock import CLOCK
 from kjo_django.models import DeadLetter
 from kjo_django.operations.dead_letters import DeadLetterFilter, Selection, select
 from kjo_django.store.counting import COUNT_LIMIT, keys_of_each, window_floor
 
+RECENT = timedelta(minutes=10)
 SAMPLED = 50
 """Newest letters of a group whose releases and replays are read."""
 MAX_RELEASES = 5
@@ -41,6 +43,11 @@ class ErrorGroup:
     """The releases that its newest 50 failed in, the latest first, five at most."""
     replayed_count: int = 0
     """How many of its newest 50 had been replayed before."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one of them is no older than ten minutes."""
+        return CLOCK.now() - self.last_failed_at <= RECENT
 
 
 def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list[ErrorGroup]:

@@ -877,6 +877,20 @@ def test_dead_letters_are_grouped_by_error(everybody):
     assert found == [("a", "ValueError"), ("b", "KeyError")]
 
 
+def test_of_each_error_it_is_said_whether_it_goes_on(everybody):
+    # Given
+    for name, minutes in (("old", 11), ("goes", 9)):
+        failed_at = timezone.now() - timedelta(minutes=minutes)
+        DeadLetterFactory(fingerprint=name, handler="shop.pay", failed_at=failed_at)
+    for address in (url("dead_letters"), url("handler", "shop.pay")):
+        # When
+        page = everybody.get(address).content.decode()
+        # Then
+        rows = [row for row in page.split("<tr") if "fingerprint=" in row]
+        told = {re.search(r"fingerprint=(\w+)", row)[1]: ">goes on<" in row for row in rows}
+        assert told == {"old": False, "goes": True}
+
+
 # --- Hostile data ---------------------------------------------------------------------------------
 
 HOSTILE = (EVIL, '"><img src=x onerror=alert(1)>', "\u202egnp.exe", "a\u0000b", "x" * 1_000_000)
