@@ -13,12 +13,13 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
@@ -34,6 +35,7 @@ from kjo_django.states import OPEN
 from tests.acceptance.forking import suits
 from tests.acceptance.program import Program
 from tests.ledger.models import Entry
+from tests.services.delay import farther
 from tests.settings import cache as cache_settings
 from tests.settings import database as database_settings
 from tests.waiting import PATIENCE, wait_until
@@ -180,6 +182,16 @@ class Engine:
         connections[ALIAS].close()
         del connections[ALIAS]
         del connections.settings[ALIAS]
+
+    @contextmanager
+    def database_away(self, seconds: float) -> Iterator[None]:
+        """Have the database so far from the processes that a round trip takes so much longer."""
+        url = urlsplit(self.servers.database_url)
+        with farther(str(url.hostname), int(url.port or 0), seconds / 2) as port:
+            far = url._replace(netloc=url.netloc.replace(f":{url.port}", f":{port}"))
+            self.variables["DATABASE_URL"] = far.geturl()
+            yield
+            del self.variables["DATABASE_URL"]
 
     # --- Processes --------------------------------------------------------------------------------
 

@@ -7,15 +7,12 @@ minute. All are long: each takes more than a minute, and what it says depends on
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -23,7 +20,7 @@ from kjo_django.conf import Settings
 from kjo_django.models import HeldJob, MetricBucket
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.moments import Moment, moments_in, most_within
-from tests.services.delay import farther
+from tests.busy import burning
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 MINUTE = 60.0
@@ -59,27 +56,6 @@ def engine(request: pytest.FixtureRequest, database_url: str, tmp_path: Path) ->
         at_default(engine)
         engine.variables["KJO_TEST_LIMITS"] = "1"
         yield engine
-
-
-@contextmanager
-def burning(count: int) -> Iterator[None]:
-    """Have processes that only take processor time."""
-    with ExitStack() as processes:
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            processes.callback(process.wait)
-            processes.callback(process.terminate)
-        yield
-
-
-@contextmanager
-def database_away(engine: Engine, seconds: float) -> Iterator[None]:
-    """Have the database so far from the processes that a round trip takes so long."""
-    url = urlsplit(engine.servers.database_url)
-    with farther(str(url.hostname), int(url.port or 0), seconds / 2) as port:
-        far = url._replace(netloc=url.netloc.replace(f":{url.port}", f":{port}"))
-        engine.variables["DATABASE_URL"] = far.geturl()
-        yield
 
 
 @pytest.mark.parametrize("way", ["quiet", "8-busy", "5-ms", "20-ms"])
@@ -118,7 +94,7 @@ def test_what_is_permitted_is_used_and_no_more(
         if way == "8-busy":
             circumstances.enter_context(burning(8))
         elif way != "quiet":
-            circumstances.enter_context(database_away(engine, int(way[:-3]) / 1000))
+            circumstances.enter_context(engine.database_away(int(way[:-3]) / 1000))
         for name, count in job_counts.items():
             getattr(limited, name).enqueue_many([{"path": str(path)}] * count)
         # When

@@ -8,27 +8,13 @@ import time
 from pathlib import Path
 
 from kjo_django import job
-from kjo_django.limits.permits import Permits, Starting
+from tests.ledger.counting import counted
 from tests.ledger.models import Entry
-
-_call = threading.local()
-_note_start = Permits.note_start
-
-
-def _note_call(permits: Permits, delivery: Starting) -> None:
-    """Remember between which moments the worker takes the start for the count of the rate."""
-    before = time.monotonic()
-    _note_start(permits, delivery)
-    _call.noted = before, time.monotonic()
-
-
-Permits.note_start = _note_call  # type: ignore[method-assign]
 
 
 def _note_moment(path: str, what: str) -> None:
-    now, here = time.time(), time.monotonic()  # opening a file takes a while on a busy machine
-    counted_from, counted_by = getattr(_call, "noted", (here, here))
-    _call.__dict__.clear()
+    now = time.time()  # opening a file takes a while on a busy machine
+    counted_from, counted_by = counted()
     with Path(path).open("a") as moments:
         moments.write(f"{now} {os.getpid()} {counted_from} {counted_by} {what}\n")
 

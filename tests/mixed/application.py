@@ -31,7 +31,23 @@ from tests.waiting import wait_until
 
 OUTAGES = (DatabaseError, InterfaceError, KjoError)
 PATIENCE = 60.0
-"""Seconds after the plan's end in which items may be pending still."""
+"""Seconds in which items may be pending still, once everything is enqueued."""
+HANDLERS = {
+    "keyed": "write",
+    "slow": "write_slowly",
+    "hot": "write_hot",
+    "long": "write_long",
+    "uneven": "write_unevenly",
+    "paused": "write_paused",
+    "killer": "write_or_kill",
+    "rated": "write_rated",
+    "slotted": "write_in_slot",
+}
+"""Which handler runs a kind of work, where it has another name."""
+BACKLOGS = ("slow", "hot", "uneven", "rated", "slotted")
+"""Kinds of which many are enqueued in one transaction."""
+FLOW = ("first_step", "step", "last_step")
+"""Kinds of the steps of a workflow, which are enqueued together."""
 REFUSED_BYTES = 60_000
 """More than the topic of `write_large` takes."""
 
@@ -87,10 +103,12 @@ class Application:
         """Poll the items, as a producer's process would, until all that will come were done."""
         producer = self._handlers.ItemProducer()
         try:
-            at, is_done = 0.5, False
-            while not is_done and at < self._plan.seconds + PATIENCE:
+            at, is_done, last = 0.5, False, float("inf")
+            while not is_done and at < last:
                 self._wait_until(at)
                 are_all_there = self._is_enqueued.is_set()
+                if are_all_there:
+                    last = min(last, at + PATIENCE)
                 is_done = self._produce(producer) and are_all_there
                 at += 1.5
         finally:
@@ -112,9 +130,12 @@ class Application:
         began = time.time()
         try:
             with transaction.atomic():
-                for work in works:
-                    if does := self._enqueue(work):
-                        after.append((work, does))
+                if works[0].kind in FLOW:
+                    self._enqueue_flow(works)
+                elif self._plan.away and works[0].kind in BACKLOGS:
+                    self._enqueue_together(works)
+                else:
+                    after = [(work, does) for work in works if (does := self._enqueue(work))]
                 if not works[0].commits:
                     raise _RolledBack
         except _RolledBack:
@@ -157,16 +178,22 @@ class Application:
         """Enqueue within the transaction; return what is to be done once that is committed."""
         return getattr(self, f"_enqueue_{work.kind}", self._enqueue_job)(work)
 
+    def _enqueue_together(self, works: list[Work]) -> None:
+        """Enqueue a backlog at once, as who is far from their database does."""
+        self._handler_of(works[0]).enqueue_many([self._payload_of(work) for work in works])
+
+    def _handler_of(self, work: Work) -> Any:
+        return getattr(self._handlers, HANDLERS.get(work.kind, work.kind))
+
+    def _payload_of(self, work: Work) -> dict[str, Any]:
+        payload: dict[str, Any] = {"job": work.name, **work.behaviour}
+        if work.ms:
+            payload["ms"] = work.ms
+        if work.key:
+            payload["key"] = work.key
+        return payload
+
     def _enqueue_job(self, work: Work) -> Any:
-        name = {
-            "keyed": "write",
-            "slow": "write_slowly",
-            "hot": "write_hot",
-            "long": "write_long",
-            "uneven": "write_unevenly",
-            "paused": "write_paused",
-            "killer": "write_or_kill",
-        }.get(work.kind, work.kind)
         options: dict[str, Any] = {}
         if work.end == "exhaust":
             options["max_attempts"] = EXHAUSTED
@@ -174,15 +201,31 @@ class Application:
             options["delay"] = timedelta(seconds=work.delay)
         if work.end == "expire":
             options["expires_at"] = timezone.now() + timedelta(seconds=work.delay / 2)
-        payload: dict[str, Any] = {"job": work.name, **work.behaviour}
-        if work.ms:
-            payload["ms"] = work.ms
-        if work.key:
-            payload["key"] = work.key
-        answer = getattr(self._handlers, name).using(**options).enqueue(**payload)
+        answer = self._handler_of(work).using(**options).enqueue(**self._payload_of(work))
         if work.copies:
             return lambda: self._copy_message(answer.job_id, work.copies)
         return None
+
+    def _enqueue_once(self, work: Work) -> Any:
+        """Enqueue it several times in its transaction, and once more afterwards."""
+
+        def enqueue() -> None:
+            self._handlers.write_once.enqueue(job=work.name, **work.behaviour)
+
+        for _ in range(work.copies):
+            enqueue()
+        return enqueue
+
+    def _enqueue_flow(self, works: list[Work]) -> None:
+        """Enqueue a workflow: one step, those beside one another, the last one."""
+        from kjo_django import chain, group
+
+        def steps(kind: str) -> list[Any]:
+            step = self._handlers.write_step.step
+            return [step(job=one.name, **one.behaviour) for one in works if one.kind == kind]
+
+        (first,), (last,) = steps("first_step"), steps("last_step")
+        chain(first, group(steps("step")), last).enqueue()
 
     def _enqueue_write_batch(self, work: Work) -> None:
         options = {"delay": timedelta(seconds=work.delay)} if work.delay else {}

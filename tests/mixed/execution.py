@@ -4,6 +4,7 @@ and the evidence collected."""
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 import sys
@@ -28,14 +29,20 @@ from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from kjo_django.transports.base import Record
 from tests.acceptance.engine import ALIAS, Engine, Servers
+from tests.acceptance.moments import Moment
 from tests.acceptance.program import Program
+from tests.busy import burning
 from tests.items.models import Item
 from tests.mixed import invariants, names, sessions, trace
-from tests.mixed.plan import PHASE, Move, Plan
+from tests.mixed.plan import BUSY, PHASE, Move, Plan
 from tests.waiting import PATIENCE, wait_until
 
 LANES = "8"
 """More than the plan keeps busy for long: an idle queue never waits for a lane."""
+MORE_LANES = "16"
+"""Where the database is far, so that each job keeps its lane for longer."""
+FAR = 0.012
+"""Seconds of a round trip from which on a worker with its defaults has more lanes, too."""
 FEWER_LANES = "5"
 """On SQLite, where a lane mostly waits for others to have written."""
 END = 90.0
@@ -60,6 +67,8 @@ class MixedEngine(Engine):
         kjo = super()._kjo()
         if self.plan.engine.transport in BACKENDS:
             kjo["TRANSPORTS"] = {"default": {"BACKEND": BACKENDS[self.plan.engine.transport]}}
+        if self.plan.is_limited:
+            kjo["HEARTBEAT_INTERVAL"] = self.plan.engine.heartbeat
         return {
             **kjo,
             "SERVICE_NAME": f"mixed-{self.mark}",
@@ -120,9 +129,14 @@ class Stage(ABC):
     def start(self) -> None:
         """Start the first workers and the application, and let it begin once they are ready."""
 
-    @abstractmethod
     def carry_out(self, move: Move) -> None:
         """Do what a move says; return when it is over."""
+        getattr(self, f"_do_{move.what}")(move)
+
+    def _do_busy(self, move: Move) -> None:
+        """Take the processors away. Nobody is disturbed: how much slower all is, is measured."""
+        with burning(BUSY):
+            time.sleep(move.seconds)  # sleep: as long as the plan says
 
     @abstractmethod
     def look_after(self) -> None:
@@ -181,6 +195,7 @@ class ProcessStage(Stage):
 
     def _join(self) -> Program:
         lanes = FEWER_LANES if self.engine.is_sqlite else LANES
+        lanes = MORE_LANES if self.engine.plan.away >= FAR else lanes
         options = ["--concurrency", lanes, "--status-interval", "0"]
         worker = self._run("tests.mixed.manage", "kjo_consume", *options)
         with self._lock:
@@ -188,11 +203,21 @@ class ProcessStage(Stage):
         return worker
 
     def _wait_ready(self, worker: Program) -> None:
-        def is_ready() -> bool:
-            rows = WorkerRow.objects.using(ALIAS).filter(pid=worker.pid, state="running")
-            return any(row.partitions for row in rows) or not worker.is_running
+        self.engine.wait_until(
+            lambda: self._is_ready(worker) or not worker.is_running,
+            f"{worker} never had a partition",
+        )
 
-        self.engine.wait_until(is_ready, f"{worker} never had a partition")
+    def _is_ready(self, worker: Program) -> bool:
+        rows = WorkerRow.objects.using(ALIAS).filter(pid=worker.pid, state="running")
+        return worker.is_running and any(row.partitions for row in rows)
+
+    def _wait_for_two(self) -> None:
+        """Wait until a worker is there that will miss the signs of life of another one. What the
+        last one held waits for as long as its leases last."""
+        self.engine.wait_until(
+            lambda: sum(map(self._is_ready, list(self._workers))) > 1, "There is only one worker"
+        )
 
     @property
     def is_enqueued(self) -> bool:
@@ -223,9 +248,6 @@ class ProcessStage(Stage):
     def _choose(self) -> Program:
         return self.random.choice([one for one in self._workers if one not in self._frozen])
 
-    def carry_out(self, move: Move) -> None:
-        getattr(self, f"_do_{move.what}")(move)
-
     def _join_and_wait(self) -> None:
         """Start a worker; it disturbs when it is there, for then partitions move."""
         try:
@@ -240,6 +262,7 @@ class ProcessStage(Stage):
             self._join_and_wait()
 
     def _do_kill(self, move: Move) -> None:
+        self._wait_for_two()
         with self.disturbing("kill"), self._lock:
             worker = self._choose()
             worker.kill()
@@ -265,9 +288,11 @@ class ProcessStage(Stage):
             with self._lock:
                 worker = self._choose()
                 self._frozen.add(worker)
+            self.engine.note("frozen", worker.pid)
             worker.freeze()
             time.sleep(move.seconds + 1.5)  # sleep: as the plan says
             worker.thaw()
+            self.engine.note("thawed", worker.pid)
             with self._lock:
                 self._frozen.discard(worker)
 
@@ -318,7 +343,9 @@ class ThreadStage(Stage):
         )
 
     def carry_out(self, move: Move) -> None:
-        """It does so itself."""
+        """It does so itself, what is done to itself."""
+        if move.what == "busy":
+            super().carry_out(move)
 
     def look_after(self) -> None:
         """There is nobody to look after."""
@@ -402,13 +429,14 @@ def _guarded(stage: Stage, move: Move) -> None:
 
 def _await_end(stage: Stage, threads: list[threading.Thread], last: float) -> bool:
     """Wait until all is enqueued and, twice in a row, nothing is left. Give up when for long
-    nothing more has come to its end, however much of it there was."""
+    nothing more has come to its end since then, however much of it there was."""
     deadline, fewest = last + END, sys.maxsize
     in_a_row = 0
     while time.time() < deadline:  # timed loop: put off by each piece of work that ends
         stage.look_after()
         time.sleep(0.2)  # sleep: until the next look
         if any(thread.is_alive() for thread in threads) or not stage.is_enqueued:
+            deadline = max(deadline, time.time() + END)
             continue
         in_a_row = in_a_row + 1 if _is_settled(stage.engine) else 0
         if in_a_row == 2:
@@ -423,6 +451,8 @@ def _open_count(engine: MixedEngine) -> int:
     try:
         return engine.jobs.filter(state__in=OPEN).count() + engine.lag()
     except (OperationalError, InterfaceError, KjoError):
+        with suppress(DatabaseError):
+            connections[ALIAS].close()
         return sys.maxsize
 
 
@@ -466,6 +496,7 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
     evidence = invariants.Evidence(
         engine.plan.engine,
         {work.name: work for work in engine.plan.works},
+        processor_count=len(os.sched_getaffinity(0)),
         left=left,
         workers_that_failed=stage.complaints,
     )
@@ -526,6 +557,16 @@ def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
         elif line.word == "committed":
             evidence.committed[first] = line.at
             evidence.writes.append((line.at, float(line.values[1])))
+        elif line.word == "counted":
+            key, counted = evidence.works[first].key, map(float, line.values[1:])
+            evidence.starts[key].append(Moment(line.at, line.pid, *counted, first))
+        elif line.word == "ended":
+            evidence.ends[first].append(invariants.Begin(line.at, line.pid))
+        elif line.word == "frozen":
+            evidence.frozen.append((int(first), line.at, float("inf")))
+        elif line.word == "thawed":
+            pid, since, _ = evidence.frozen.pop()
+            evidence.frozen.append((pid, since, line.at))
         elif line.word == "pace":
             evidence.paces.append((line.at, float(first)))
         elif line.word == "cancel" and line.values[1] != "CANCELLED":

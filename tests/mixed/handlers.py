@@ -37,9 +37,10 @@ from kjo_django import (
 from kjo_django.exceptions import RateLimitExceededError
 from tests.adversaries import CHANGES, SPOILS
 from tests.items.models import Item
+from tests.ledger.counting import counted
 from tests.ledger.models import Entry
 from tests.mixed.names import RUN, group, job_queue, topic
-from tests.mixed.plan import FOREVER
+from tests.mixed.plan import FOREVER, RATE, SLOTS
 from tests.mixed.trace import begun, identity_in, note
 
 MANY = 60
@@ -194,6 +195,44 @@ def write_or_kill(job: str, **how: Any) -> None:
 @job(queue=job_queue("large"), max_attempts=MANY)
 def write_large(job: str, filling: str = "", **how: Any) -> None:
     """Some of these are more than their topic takes."""
+    Entry.objects.create(job=job)
+    behave(job, **how)
+
+
+@job(queue=job_queue("limited"), rate=f"{RATE}/s", rate_key="key", max_attempts=MANY)
+def write_rated(job: str, key: str, **how: Any) -> None:
+    """One of more than may start."""
+    note("counted", job, *counted())
+    Entry.objects.create(job=job)
+    behave(job, **how)
+
+
+@job(queue=job_queue("slots"), concurrency=SLOTS, atomic=False, max_attempts=MANY)
+def write_in_slot(job: str, ms: float = 0, **how: Any) -> None:
+    """Notes when it begins and ends, or is interrupted."""
+    try:
+        behave(job, **how)
+        time.sleep(ms / 1000)  # sleep: as long as the plan says
+        Entry.objects.create(job=job)
+    finally:
+        note("ended", job)
+
+
+@job(
+    queue=job_queue("unique"),
+    unique_for=timedelta(hours=1),
+    unique_by=("job",),
+    max_attempts=MANY,
+)
+def write_once(job: str, **how: Any) -> None:
+    """Enqueued several times, to run once."""
+    Entry.objects.create(job=job)
+    behave(job, **how)
+
+
+@job(queue=job_queue("flows"), max_attempts=MANY)
+def write_step(job: str, **how: Any) -> None:
+    """A step of a workflow."""
     Entry.objects.create(job=job)
     behave(job, **how)
 

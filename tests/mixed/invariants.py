@@ -9,7 +9,8 @@ from statistics import mean, median
 
 from kjo_django.engine.handler.timeouts import LONG_RUN
 from kjo_django.outbox.relay import LEASE_TTL
-from tests.mixed.plan import Engine, Work
+from tests.acceptance.moments import Moment, most_within
+from tests.mixed.plan import BUSY, RATE, SLOTS, Engine, Work
 
 SOON = 2.0
 """Seconds until an idle queue's job starts at the latest, on a machine that has the time."""
@@ -45,7 +46,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A handler began."""
+    """A handler began, or ended."""
 
     at: float
     pid: int
@@ -71,6 +72,7 @@ class Evidence:
     """When the application's transactions were committed, and how long each took."""
     paces: list[tuple[float, float]] = field(default_factory=list)
     """How many times longer than on an idle machine work took, at moments of the run."""
+    processor_count: int = 2
     unsure: set[str] = field(default_factory=set)
     """Work whose commit or publishing raised: it may be there or not."""
     entries: list[tuple[str, str]] = field(default_factory=list)
@@ -85,6 +87,12 @@ class Evidence:
     """From when to when something was done to workers or servers, and what."""
     records: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Records for others found in their topic: when each was published."""
+    starts: dict[str, list[Moment]] = field(default_factory=lambda: defaultdict(list))
+    """When jobs with a rate were started, by the key that the rate is for."""
+    ends: dict[str, list[Begin]] = field(default_factory=lambda: defaultdict(list))
+    """When the handlers of jobs with slots ended."""
+    frozen: list[tuple[int, float, float]] = field(default_factory=list)
+    """Which process was frozen, from when to when."""
     failed: set[str] = field(default_factory=set)
     """Work whose handler met an error of its database: that attempt failed, though not as planned.
     """
@@ -428,7 +436,8 @@ def what_a_lane_could_start_starts_soon(evidence: Evidence) -> Iterator[str]:
         begins = evidence.begins.get(name)
         began = min(begin.at for begin in begins) if begins else float("inf")
         since = evidence.undisturbed_since(at, began)
-        slowness = 1 + SHARE * (_slowness(evidence, at, began) - 1)
+        share = SHARE_OF_MANY if work.kind == "uneven" else SHARE
+        slowness = 1 + share * (_slowness(evidence, at, began) - 1)
         limit = SOON * slowness + SLOWER * idle + _wait_for_lock(evidence, at, at + SOON)
         limit += evidence.calms_for(since, began) + (LONG_RUN if work.kind == "uneven" else 0.0)
         if began - since > limit:
@@ -438,6 +447,8 @@ def what_a_lane_could_start_starts_soon(evidence: Evidence) -> Iterator[str]:
 
 SHARE = 0.5
 """Share of a start that is work; the rest is waiting, which others do not make longer."""
+SHARE_OF_MANY = 1.0
+"""The same of one of many that come at once: it waits for the runs of those before it, all work."""
 
 
 def _slowness(evidence: Evidence, since: float, to: float) -> float:
@@ -468,6 +479,181 @@ def _idle_latency(evidence: Evidence) -> float:
     return median(idle) if idle else 0.0
 
 
+def no_more_starts_than_a_rate_permits(evidence: Evidence) -> Iterator[str]:
+    """Whatever is done to workers and servers."""
+    for key, starts in evidence.starts.items():
+        if (most := most_within(starts, 1.0)) > RATE:
+            yield f"{most} of {key} within a second"
+
+
+def what_a_rate_permits_starts(evidence: Evidence) -> Iterator[str]:
+    """While more jobs wait for a rate than workers hold ready, nearly all starts take place that it
+    permits; not where something is done to workers or servers, or others than the plan take more of
+    the processors than it does. On SQLite starts wait for the one that writes."""
+    if evidence.engine.is_sqlite:
+        return
+    for key, starts in evidence.starts.items():
+        names = [name for name in evidence.committed if evidence.works[name].key == key]
+        waiting = _while(_waiting(evidence, names), lambda count: count > HELD_READY)
+        waiting = [(since + SOON, to) for since, to in waiting]
+        calm = [
+            (since + CAUGHT_UP, to)
+            for since, to in _without(
+                waiting, [*_times_of_disturbance(evidence), *_times_lost(evidence)]
+            )
+            if to - since > CAUGHT_UP
+        ]
+        permitted = RATE * sum(to - since for since, to in calm)
+        began = sum(since - CAUGHT_UP <= start.at <= to for since, to in calm for start in starts)
+        if began < USED * permitted - 1:
+            yield f"{began} of {key}, of {permitted:.1f} within {_told(calm)}"
+
+
+USED = 0.95
+"""Share of the permitted starts that take place."""
+CAUGHT_UP = 0.5
+"""Seconds of a rate whose starts may come late, and together."""
+HELD_READY = 4 * RATE
+"""Jobs with a rate that a worker may hold, as they start within the next four seconds."""
+
+
+def no_more_run_at_once_than_have_slots(evidence: Evidence) -> Iterator[str]:
+    """A worker that is frozen loses its slots; what it runs then is interrupted once it goes on."""
+    runs = [run for run in _runs_in_slots(evidence, are_lost=True) if run[0] < run[1]]
+    counts = [(sum(since <= at < to for since, to in runs), at) for at, _ in runs]
+    most, at = max(counts, default=(0, 0.0))
+    if most > SLOTS:
+        yield f"{most} at {at:.2f}"
+
+
+def a_free_slot_is_taken_soon(evidence: Evidence) -> Iterator[str]:
+    """No slot is free for long while jobs wait for one. On SQLite it waits for who writes."""
+    if evidence.engine.is_sqlite:
+        return
+    names = [name for name in evidence.committed if evidence.works[name].kind == "slotted"]
+    waiting = _while(_waiting(evidence, names), lambda count: count > 0)
+    runs = _runs_in_slots(evidence)
+    changes = [(since, 1) for since, _ in runs] + [(to, -1) for _, to in runs]
+    taken = _while(changes, lambda count: count >= SLOTS)
+    idle = _idle_latency(evidence)
+    for since, to in _without(waiting, [*taken, *_times_of_disturbance(evidence)]):
+        slowness = 1 + SHARE * (_slowness(evidence, since, to) - 1)
+        limit = SOON * slowness + SLOWER * idle + _wait_for_lock(evidence, since, since + SOON)
+        if to - since > limit:
+            yield f"free from {since:.2f} to {to:.2f}, more than {limit:.2f} s"
+
+
+def _runs_in_slots(evidence: Evidence, *, are_lost: bool = False) -> list[tuple[float, float]]:
+    """Return when each run of a job with slots began and ended.
+
+    :param are_lost: runs of a worker that is frozen end at that moment, as their slots may.
+    """
+    runs = []
+    for name, begins in evidence.begins.items():
+        if evidence.works[name].kind != "slotted":
+            continue
+        for begin in begins:
+            ends = [e.at for e in evidence.ends[name] if e.pid == begin.pid and e.at >= begin.at]
+            end = min(ends, default=evidence.killed.get(begin.pid, begin.at))
+            if are_lost:
+                end = min([end, *_freezes_of(evidence, begin, end)])
+            runs.append((begin.at, end))
+    return runs
+
+
+def _freezes_of(evidence: Evidence, begin: Begin, end: float) -> list[float]:
+    """Return the moments at which a run's worker was frozen; that of its begin, where it was about
+    to begin then."""
+    return [
+        max(since, begin.at)
+        for pid, since, to in evidence.frozen
+        if pid == begin.pid and since <= end and begin.at <= to + ABOUT_TO_BEGIN
+    ]
+
+
+ABOUT_TO_BEGIN = 0.5
+"""Seconds after a thaw in which a handler is called that was about to be when it was frozen."""
+
+
+def _waiting(evidence: Evidence, names: list[str]) -> list[tuple[float, int]]:
+    """Return when the number of those that wait for their first run changes, and by how much."""
+    changes = [(evidence.committed[name], 1) for name in names]
+    begins = [evidence.begins[name] for name in names if name in evidence.begins]
+    return changes + [(min(begin.at for begin in each), -1) for each in begins]
+
+
+def _while(
+    changes: list[tuple[float, int]], holds: Callable[[int], bool]
+) -> list[tuple[float, float]]:
+    """Return from when to when a condition holds of a number that changes at such moments."""
+    found, count, since = [], 0, None
+    for at, change in sorted(changes):
+        count += change
+        if holds(count) and since is None:
+            since = at
+        elif not holds(count) and since is not None:
+            found.append((since, at))
+            since = None
+    return found
+
+
+def _without(
+    times: list[tuple[float, float]], others: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return what is left of times without those of others."""
+    for begin, end in others:
+        times = [
+            part
+            for since, to in times
+            for part in ((since, min(to, begin)), (max(since, end), to))
+            if part[0] < part[1]
+        ]
+    return times
+
+
+def _times_of_disturbance(evidence: Evidence) -> list[tuple[float, float]]:
+    """Return from when to when something was done to workers or servers. One that is gone holds its
+    slots, and the jobs that may start next, until its signs of life are missed."""
+    harmless = () if evidence.engine.has_partitions else ("ready", "join")
+    calm_after = CALM_AFTER + 3 * evidence.engine.heartbeat
+    return [
+        (since, to + calm_after)
+        for since, to, what in evidence.disturbances
+        if what not in harmless
+    ]
+
+
+def _times_lost(evidence: Evidence) -> list[tuple[float, float]]:
+    """Return from when to when the machine was slower than busy processes of the plan make it for
+    one that shares the processors with them, and its workers made up for that."""
+    return [
+        (at - AROUND, at + CALM_AFTER)
+        for at, _ in evidence.paces
+        if _slowness(evidence, at - AROUND, at + AROUND) > 1 + BUSY / evidence.processor_count
+    ]
+
+
+AROUND = 1.5
+"""Seconds around a moment whose paces tell how slow the machine was then: one alone says little."""
+
+
+def _told(times: list[tuple[float, float]]) -> str:
+    return ", ".join(f"{since:.2f} to {to:.2f}" for since, to in times)
+
+
+def steps_follow_one_another(evidence: Evidence) -> Iterator[str]:
+    """No step of a workflow takes effect before those that it waits for."""
+    places = {name: at for at, (_, name) in enumerate(evidence.entries)}
+    of_flows: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name, work in evidence.works.items():
+        if name in places:
+            of_flows[work.key][work.kind].append(places[name])
+    for flow, steps in of_flows.items():
+        for kind, before in (("step", "first_step"), ("last_step", "step")):
+            if steps[kind] and max(steps[before], default=0) > min(steps[kind]):
+                yield f"{flow}: {before} at {steps[before]}, {kind} at {steps[kind]}"
+
+
 def leases_are_gone_or_expire(evidence: Evidence) -> Iterator[str]:
     """Nothing is held for ever, and nothing at all by those who left in order."""
     for lease in evidence.leases:
@@ -491,6 +677,11 @@ INVARIANTS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     records_for_others_are_published_once,
     dead_letters_are_published_once,
     what_a_lane_could_start_starts_soon,
+    no_more_starts_than_a_rate_permits,
+    what_a_rate_permits_starts,
+    no_more_run_at_once_than_have_slots,
+    a_free_slot_is_taken_soon,
+    steps_follow_one_another,
     leases_are_gone_or_expire,
     workers_end_in_order,
 )

@@ -10,6 +10,7 @@ RUN = "KJO_MIXED_RUN"
 JOB_QUEUES = (
     *("work", "slow", "hot", "long", "uneven"),
     *("idle", "paused", "killers", "tasks", "large"),
+    *("limited", "slots", "unique", "flows"),
 )
 
 

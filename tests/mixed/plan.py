@@ -53,6 +53,17 @@ HOWS: dict[str, tuple[str, ...]] = {
 session may go well at once."""
 RELAYED_BY_ALL = "relayed by all"
 """Of records for others: commands relay at the moment they are committed, beside the workers."""
+RATE = 4
+"""Starts a second that the limit of each rated key permits."""
+RATED_KEYS = ("rate-a", "rate-b")
+RATED = 15
+"""Seconds of permitted starts that wait for each key from the beginning of each phase on."""
+SLOTS = 2
+"""Jobs of the handler with slots that may run at once."""
+AWAY = (0.0, 0.0, 0.005, 0.02)
+"""Seconds that a round trip to the database takes longer; each is drawn as often."""
+BUSY = 8
+"""Processes of a move that takes the processors away."""
 UNEVEN = 60
 """Jobs that are enqueued together of which one may be long."""
 EXHAUSTED = 2
@@ -80,6 +91,12 @@ class Engine:
     def has_partitions(self) -> bool:
         """Whether a worker that comes takes partitions from others, who wait meanwhile."""
         return self.transport in ("kafka", "memory")
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between the signs of life of workers that have limits. After three without a sign
+        a worker has lost its slots, and asks for no permits: a busy machine may be late by two."""
+        return 2.0 if self.is_sqlite else 1.0
 
     @property
     def keeps_order(self) -> bool:
@@ -137,7 +154,7 @@ class Work:
 
 
 AT_LEAST_ONCE = frozenset(
-    ("write_outside", "write_async_outside", "slow", "hot", "long", "uneven", "stream")
+    ("write_outside", "write_async_outside", "slow", "hot", "long", "uneven", "stream", "slotted")
 )
 """Kinds that run outside a transaction: a crash after their entry repeats it."""
 
@@ -148,7 +165,8 @@ class Move:
 
     at: float
     what: str
-    """join, leave, kill, freeze, relay, flush, end_sessions, hold_rows, refuse, break_database."""
+    """join, leave, kill, freeze, relay, flush, end_sessions, hold_rows, refuse, break_database,
+    busy."""
     seconds: float = 0.0
 
 
@@ -161,10 +179,16 @@ class Plan:
     seconds: float
     works: list[Work] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    away: float = 0.0
+    """Seconds that a round trip of its processes to the database takes longer."""
+    is_limited: bool = False
+    """Whether there are jobs with rates and slots."""
 
     def __str__(self) -> str:
         moves = ", ".join(f"{move.what} at {move.at:.1f}" for move in self.moves)
-        return f"seed {self.seed} on {self.engine.name}: {len(self.works)} pieces of work; {moves}"
+        away = f"the database {1000 * self.away:.0f} ms away; " if self.away else ""
+        count = f"{len(self.works)} pieces of work"
+        return f"seed {self.seed} on {self.engine.name}: {count}; {away}{moves}"
 
 
 def draw(seed: int, engine: str, phases: int = 2) -> Plan:
@@ -182,6 +206,15 @@ class _Draw:
             self._add("probe", number * 0.25 - WARM_UP * 0.25)
         for number in range(phases):
             self._phase(number * PHASE)
+        # What follows came later. Numbers of its own keep the plans of older seeds as they were.
+        self.random = random.Random(f"{seed} {engine.name} circumstances")
+        self._circumstances(phases)
+        self.plan.is_limited = self.random.random() < 0.5
+        for number in range(phases):
+            self._unique(number * PHASE)
+            self._flows(number * PHASE)
+            if self.plan.is_limited:
+                self._limited(number * PHASE)
         self.plan.works.sort(key=lambda work: (work.at, work.transaction, work.name))
         self.plan.moves.sort(key=lambda move: move.at)
 
@@ -305,7 +338,52 @@ class _Draw:
             self._add("large", start + 1.0, end="too_large")
             self._add("large", start + 1.0)
 
+    def _unique(self, start: float) -> None:
+        """Jobs that are enqueued several times within their window."""
+        for _ in range(self._many(6, 10)):
+            at, commits = start + self.random.uniform(0, PHASE - 1.5), self.random.random() > 0.15
+            work = self._add("once", at, commits=commits, copies=self.random.choice([1, 2]))
+            work.fails = self.random.choice([0, 0, 0, 1])
+
+    def _flows(self, start: float) -> None:
+        """Workflows: a step, some beside one another after it, and one after these. Where one of
+        these fails for good, the last one is cancelled."""
+        for _ in range(2):
+            at = start + self.random.uniform(0, PHASE - 1.5)
+            one, count = self._next(), self.random.randint(2, 6)
+            flow = {"transaction": one, "key": f"flow-{one}"}
+            self._add("first_step", at, **flow)
+            members = [self._add("step", at, **flow) for _ in range(count)]
+            last = self._add("last_step", at, **flow)
+            fate = self.random.random()
+            if fate < 0.2:
+                members[0].end, last.end = "refuse", "cancel"
+            elif fate < 0.6:
+                members[0].fails = 1
+
+    def _limited(self, start: float) -> None:
+        """More jobs with a rate than may start within the phase, and jobs with slots."""
+        for key in RATED_KEYS:
+            one, count = self._next(), RATE * RATED
+            for _ in range(self._many(count, count)):
+                fails = int(self.random.random() < 0.05)
+                self._add("rated", start + 0.3, transaction=one, key=key, fails=fails)
+        one = self._next()
+        for _ in range(self._many(8, 12)):
+            # Longer than a slot takes to come to its next job: so both are taken again and again.
+            ms = self.random.uniform(2000, 3000)
+            self._add("slotted", start + 0.4, transaction=one, ms=ms)
+
     # --- Moves ------------------------------------------------------------------------------------
+
+    def _circumstances(self, phases: int) -> None:
+        """Draw how far the database is, and when the processors are taken away."""
+        if not self.engine.is_sqlite:
+            self.plan.away = self.random.choice(AWAY)
+        for number in range(phases):
+            if self.random.random() < 0.5:
+                at = number * PHASE + self.random.uniform(0.3, 3)
+                self.plan.moves.append(Move(at, "busy", self.random.uniform(2, 4)))
 
     def _moves(self, start: float) -> Iterator[str]:
         engine = self.engine

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.acceptance.moments import Moment
 from tests.mixed.invariants import Begin, Evidence, Lease, Letter, Row, complaints
-from tests.mixed.plan import ENGINES, Work, draw
+from tests.mixed.plan import BUSY, ENGINES, RATE, SLOTS, Work, draw
 
 pytestmark = pytest.mark.medium  # quick, of a folder that is not
 
@@ -25,12 +26,50 @@ WORKS = [
     Work("mx21x", "uneven", 0, 10, ms=8000),
 ]
 STATES = {3: "failed", 4: "cancelled"}
+RATED = [Work(f"mx{100 + at}x", "rated", 0, 11, key="rate-a") for at in range(60)]
+SLOTTED = [Work(f"mx{200 + at}x", "slotted", 0, 12, ms=1000) for at in range(8)]
+FLOW = [
+    Work(f"mx{300 + at}x", kind, 0, 13, key="flow")
+    for at, kind in enumerate(("first_step", "step", "step", "last_step"))
+]
+BEGAN = 120.0
+"""When what has limits was committed, and began."""
+
+
+def limited(found: Evidence) -> Evidence:
+    """Add what jobs with limits and a workflow leave behind: four start each second, two run."""
+    for work in [*RATED, *SLOTTED, *FLOW]:
+        found.works[work.name] = work
+        found.committed[work.name] = BEGAN
+        found.entries.append(("", work.name))
+        found.rows.append(Row(f"id-{work.name}", work.name, "completed"))
+        found.signals[work.name] = ["completed"]
+        found.begins[work.name] = [Begin(BEGAN + 0.2, 7)]
+    start_each(found, 1 / RATE)
+    for at in range(len(SLOTTED)):
+        run_in_slot(found, at, BEGAN + at // SLOTS)
+    return found
+
+
+def start_each(found: Evidence, seconds: float) -> None:
+    """Let a job with a rate start each so many seconds."""
+    found.starts["rate-a"] = []
+    for number, work in enumerate(RATED):
+        at = BEGAN + number * seconds
+        found.begins[work.name] = [Begin(at, 7)]
+        found.starts["rate-a"].append(Moment(at, 7, at, at, work.name))
+
+
+def run_in_slot(found: Evidence, number: int, at: float, pid: int = 7) -> None:
+    """Let a job with slots run for a second."""
+    name = SLOTTED[number].name
+    found.begins[name], found.ends[name] = [Begin(at, pid)], [Begin(at + 1.0, pid)]
 
 
 def evidence() -> Evidence:
     """Return what a run in which all went well leaves behind."""
     done = [work for work in WORKS if work.name not in ("mx3x", "mx4x", "mx5x", "mx6x")]
-    return Evidence(
+    found = Evidence(
         ENGINES["kafka"],
         {work.name: work for work in WORKS},
         committed={work.name: 100.0 + at for at, work in enumerate(WORKS) if work.commits},
@@ -48,6 +87,7 @@ def evidence() -> Evidence:
         has_dead_records=True,
         leases=[],
     )
+    return limited(found)
 
 
 def test_nothing_is_complained_of_where_all_is_well() -> None:
@@ -114,6 +154,27 @@ def keep_behind_a_long_run(it: Evidence) -> None:
     it.begins["mx20x"] = [Begin(109.0 + 8.0, 7)]
 
 
+def start_too_often(it: Evidence) -> None:
+    start_each(it, 0.24)
+
+
+def start_too_seldom(it: Evidence) -> None:
+    start_each(it, 0.3)
+
+
+def run_three_at_once(it: Evidence) -> None:
+    run_in_slot(it, 2, BEGAN + 0.5)
+
+
+def leave_a_slot_free(it: Evidence) -> None:
+    run_in_slot(it, 7, BEGAN + 6.5)
+
+
+def overtake_a_step(it: Evidence) -> None:
+    it.entries.remove(("", "mx302x"))
+    it.entries.append(("", "mx302x"))
+
+
 def hold_for_ever(it: Evidence) -> None:
     it.leases = [Lease("CONS:a", expires=False)]
 
@@ -144,6 +205,11 @@ def end_badly(it: Evidence) -> None:
         (publish_death_twice, "dead_letters_are_published_once"),
         (starve, "what_a_lane_could_start_starts_soon"),
         (keep_behind_a_long_run, "what_a_lane_could_start_starts_soon"),
+        (start_too_often, "no_more_starts_than_a_rate_permits"),
+        (start_too_seldom, "what_a_rate_permits_starts"),
+        (run_three_at_once, "no_more_run_at_once_than_have_slots"),
+        (leave_a_slot_free, "a_free_slot_is_taken_soon"),
+        (overtake_a_step, "steps_follow_one_another"),
         (hold_for_ever, "leases_are_gone_or_expire"),
         (hold_although_nobody_died, "leases_are_gone_or_expire"),
         (end_badly, "workers_end_in_order"),
@@ -255,6 +321,78 @@ def test_a_task_may_complete_that_was_saved_and_never_cancelled() -> None:
     found.unsure = {"mx4x"}
     # Then it is excused
     assert complaints(found) == []
+
+
+def test_on_a_slow_machine_one_of_many_may_wait_for_longer_than_the_only_one_of_its_queue() -> None:
+    # Given a machine that is three times slower, and one of many that waited for six seconds
+    found = evidence()
+    found.paces = [(107.0 + at, 3.0) for at in range(10)]
+    found.begins["mx20x"] = [Begin(109.0 + 6.0, 7)]
+    # Then it is excused, as it waits for the work of those before it
+    assert complaints(found) == []
+    # And the only one of its queue is not
+    found.begins["mx7x"] = [Begin(107.0 + 6.0, 7)]
+    (complaint,) = complaints(found)
+    assert "mx7x" in complaint
+
+
+def test_a_rate_may_stay_unused_only_where_something_was_done_or_the_machine_lost_time() -> None:
+    # Given a rate of which a sixth was not used
+    found = evidence()
+    start_too_seldom(found)
+    names = [text.partition(":")[0] for text in complaints(found)]
+    assert names == ["what_a_rate_permits_starts"]
+    # Then the plan's own busy processes do not excuse it
+    slowness = 1 + BUSY / found.processor_count
+    found.paces = [(BEGAN + at, slowness) for at in range(20)]
+    assert names == [text.partition(":")[0] for text in complaints(found)]
+    # And somebody else's do, as does a worker that left
+    found.paces = [(BEGAN + at, slowness + 0.5) for at in range(20)]
+    assert complaints(found) == []
+    found.paces, found.disturbances = [], [(BEGAN, BEGAN + 10.0, "leave")]
+    assert complaints(found) == []
+
+
+def test_what_is_permitted_may_stay_unused_on_sqlite_and_is_not_exceeded() -> None:
+    # Given a rate of which a sixth was not used, on SQLite
+    found = evidence()
+    found.engine = ENGINES["sqlite"]
+    start_too_seldom(found)
+    assert complaints(found) == []
+    # When more jobs start than are permitted
+    start_too_often(found)
+    # Then it is found there, too
+    names = [text.partition(":")[0] for text in complaints(found)]
+    assert names == ["no_more_starts_than_a_rate_permits"]
+
+
+def test_a_frozen_worker_has_lost_its_slots_and_no_other_has() -> None:
+    # Given a job that runs beside two, in a worker that was frozen before these began
+    found = evidence()
+    run_in_slot(found, 1, BEGAN, pid=8)
+    found.ends["mx201x"] = [Begin(BEGAN + 1.5, 8)]
+    found.frozen = [(8, BEGAN + 0.5, BEGAN + 1.5)]
+    # Then it is excused, and would not be in another one
+    assert complaints(found) == []
+    found.frozen = [(7, BEGAN + 2.5, BEGAN + 3.5)]
+    assert [text.partition(":")[0] for text in complaints(found)] == [
+        "no_more_run_at_once_than_have_slots"
+    ]
+
+
+def test_a_job_with_slots_that_was_killed_ran_until_then() -> None:
+    # Given a run that never noted its end
+    found = evidence()
+    run_in_slot(found, 1, BEGAN, pid=8)
+    del found.ends["mx201x"]
+    # When its worker was killed at once, or later
+    found.killed = {8: BEGAN + 0.5}
+    assert complaints(found) == []
+    found.killed = {8: BEGAN + 1.5}
+    # Then the slot was taken until that moment
+    assert [text.partition(":")[0] for text in complaints(found)] == [
+        "no_more_run_at_once_than_have_slots"
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def run(plan: Plan, servers: Servers, logs: Path) -> None:
     print(f"\n{plan}")
     with MixedEngine(plan, servers, logs) as engine:
         stage = stage_of(engine)
-        evidence = collect(stage, carry_out(stage))
+        with engine.database_away(plan.away) if plan.away else nullcontext():
+            left = carry_out(stage)
+        evidence = collect(stage, left)
         found = complaints(evidence)
         if found:
             phases = round(plan.seconds / PHASE)

@@ -92,6 +92,8 @@ class Together:
 
     def _move(self, start: float) -> None:
         for move in self._plan.moves:
+            if move.what == "busy":
+                continue  # done by others
             time.sleep(max(0.0, start + move.at - time.time()))  # sleep: until the plan says
             note("disturb", f"{move.what}-{move.at}")
             getattr(self, f"_do_{move.what}")(move)
