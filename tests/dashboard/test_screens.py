@@ -881,8 +881,8 @@ def test_of_each_error_it_is_said_whether_it_goes_on(everybody):
     # Given
     for name, minutes in (("old", 11), ("goes", 9)):
         failed_at = timezone.now() - timedelta(minutes=minutes)
-        DeadLetterFactory(fingerprint=name, handler="shop.pay", failed_at=failed_at)
-    for address in (url("dead_letters"), url("handler", "shop.pay")):
+        DeadLetterFactory(fingerprint=name, handler="ledger.write", failed_at=failed_at)
+    for address in (url("dead_letters"), url("handler", "ledger.write")):
         # When
         page = everybody.get(address).content.decode()
         # Then
