@@ -446,6 +446,9 @@ class Store:
             )
         statement = self._complete + ("" if token is None else " AND lease_token = %s")
         with connection.cursor() as cursor:
+            if len(rows) == 1:
+                cursor.execute(statement, rows[0])
+                return {completions[0].row.id} if cursor.rowcount else set()
             has_written = self._execute_each(cursor, statement, rows)
             return {one.row.id for one, has in zip(completions, has_written, strict=True) if has}
 

@@ -238,11 +238,7 @@ class LaneRunner:
 
         :param guard: of the transaction, where it is made in one.
         """
-        is_shared = guard is not None and guard.is_shared
-        connection = None if guard is None else guard.connection
-        raised = call_step(
-            *(self._runtime, self._watch, step, around), connection=connection, is_shared=is_shared
-        )
+        raised = call_step(self._runtime, self._watch, step, around, guard)
         if guard is not None and changed:
             guard.note_changed_sessions()
         ended = [attempt for attempt in step if raised is None or attempt.error is not None]
