@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, connections
 
+from kjo_django.messages.headers import ID
 from kjo_django.store.cursors import array_text, takes_several, text_array
 from kjo_django.values import ANY_SIZE
 
@@ -55,6 +56,24 @@ class Asked(NamedTuple):
     below: int = LAST_RANK
 
 
+class Begins(NamedTuple):
+    """What of a claim starts at once. It is begun along with the claim, if all of it starts.
+
+    :ivar number: of the run that names it, see ``runs``; it is overwritten if it is stored.
+    :ivar worker: the token of the worker that runs it.
+    :ivar most: how many rows start at most.
+    :ivar most_keyed: how many of them with a key, of which something may run already.
+    """
+
+    number: int
+    worker: str
+    most: int
+    most_keyed: int
+
+
+BEGINS_NOTHING = Begins(-1, "", 0, 0)
+
+
 class Row(NamedTuple):
     """A row that was leased.
 
@@ -84,6 +103,8 @@ class Claimed:
     most_read: int
     """How many rows of a topic were read at most."""
     rows: list[Row] = field(default_factory=list)
+    is_begun: bool = False
+    """Whether the run names its rows."""
     is_refused: bool = False
     """Whether a row was renewed or settled by its late owner before it could be leased: none is."""
 
@@ -225,6 +246,7 @@ class ClaimStatements:
         *,
         limit: int,
         max_bytes: int,
+        begins: Begins = BEGINS_NOTHING,
     ) -> Claimed:
         """Lease the first due rows of topics, all that are chosen or none, and commit.
 
@@ -252,13 +274,20 @@ class ClaimStatements:
             now,
             self._token,
             until,
+            begins.worker,
+            now,
+            begins.most,
+            begins.most_keyed,
+            self._token,
+            begins.number,
         ]
         locking = [text_array(topics), self._group]
-        ((_, names, *_),), rows = self._lock_and_claim(locking, choosing)
-        if rows[0][0] and rows[0][1] is None:
-            return Claimed(names, most_read, is_refused=True)
-        found = [_row_of(*row) for _, *row in rows if row[0] is not None]
-        return Claimed(names, most_read, found)
+        ((_, locked, *_),), rows = self._lock_and_claim(locking, choosing)
+        chosen_count, begun_count, first, *_ = rows[0]
+        if chosen_count and first is None:
+            return Claimed(locked, most_read, is_refused=True)
+        found = [_row_of(*row) for _, _, *row in rows if row[0] is not None]
+        return Claimed(locked, most_read, found, is_begun=begun_count > 0)
 
     def _passed(self, skipped: Mapping[str, set[int]], now: datetime) -> list[Any]:
         """Return the parameters of ``_PASSED``."""
@@ -386,10 +415,22 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     WHERE id = ANY(ARRAY(SELECT id FROM free))
         AND (SELECT count(*) FROM free) = (SELECT count(*) FROM chosen)
     RETURNING id, topic, key, value, headers, published_at, rank, deliveries
+), begun AS (
+    UPDATE kjo_transport_run SET worker = %s, begun_at = %s, messages = named.messages
+    FROM (
+        SELECT json_object_agg(id, headers ->> '{ID}')::text AS messages
+        FROM taken JOIN free USING (id)
+        HAVING count(*) BETWEEN 1 AND %s AND count(key) <= %s
+            AND bool_and(deliveries = 0 AND free.lease_token = '')
+    ) AS named
+    WHERE consumer = %s AND number = %s
+    RETURNING number
 )
-SELECT (SELECT count(*) FROM chosen), taken.*, free.lease_token, chosen.read_count
+SELECT (SELECT count(*) FROM chosen), (SELECT count(*) FROM begun),
+    taken.*, free.lease_token, chosen.read_count
 FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id) JOIN free USING (id)) ON true
 ORDER BY chosen.number"""  # noqa: S608
 """Leases the first due rows of the topics that ``_LOCK`` has locked. ``turn`` is the number of a
 row within its topic: the first rows of all topics come before the second ones. A topic that is
-asked for twice has its ranks in the order of ``position``."""
+asked for twice has its ranks in the order of ``position``. What starts at once is begun in the same
+statement; not what was begun before, since it waits until it may run alone."""

@@ -80,6 +80,20 @@ class _Row(NamedTuple):
     """Bytes of the value; None: there is none."""
 
 
+class _Claim(NamedTuple):
+    """What a claim has come to.
+
+    :ivar topics: those that nobody else was claiming.
+    :ivar is_full: whether there may be more.
+    :ivar is_begun: whether the records have begun along with it.
+    """
+
+    topics: Sequence[str]
+    records: list[Record]
+    is_full: bool
+    is_begun: bool
+
+
 class Collision(Exception):
     """A row chosen was renewed or settled by its late owner before it could be taken."""
 
@@ -141,6 +155,7 @@ class DatabaseSubscription(LeasedSubscription):
         self._taken_over: set[int] = set()
         """Ids of rows owned here that others had when they were looked at last."""
         self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
+        self._worker, self._count_starts = "", _no_starts
         self._housekeep_at = 0.0
         self._attempt(0, 0, 0.0)
 
@@ -282,7 +297,13 @@ class DatabaseSubscription(LeasedSubscription):
             self._plan.note_nothing_due()
             return []
         claim = self._claim_step_by_step if self._statements is None else self._claim_at_once
-        topics, records, is_full = claim(due, limit, max_bytes, below)
+        begins = self._what_begins()
+        try:
+            topics, records, is_full, is_begun = claim(due, limit, max_bytes, below, begins)
+        except BaseException:
+            self._doubt(begins)
+            raise
+        self._note_begun(begins, records if is_begun else [])
         has_others = len(topics) < len(due)
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(records), has_others=has_others)
@@ -296,7 +317,8 @@ class DatabaseSubscription(LeasedSubscription):
         limit: int,
         max_bytes: int,
         below: Mapping[str, int] | None,
-    ) -> tuple[Sequence[str], list[Record], bool]:
+        begins: claims.Begins,
+    ) -> _Claim:
         """Claim and commit in one round trip; see ``_claim_step_by_step``.
 
         :raises Collision: also where the answer took so long that the leases may be over soon.
@@ -305,7 +327,13 @@ class DatabaseSubscription(LeasedSubscription):
         assert statements is not None
         began, now = self._clock.monotonic(), self._clock.now()
         claimed = statements.claim(
-            asked, self._skipped, now, now + self._lease, limit=limit, max_bytes=max_bytes
+            asked,
+            self._skipped,
+            now,
+            now + self._lease,
+            limit=limit,
+            max_bytes=max_bytes,
+            begins=begins,
         )
         if claimed.is_refused:
             raise Collision
@@ -320,7 +348,7 @@ class DatabaseSubscription(LeasedSubscription):
             self._note_order(claimed, left, is_cut=is_cut)
         records = [self._leased(row) for row in claimed.rows]
         self._count_dead({row.id: row.owner for row in claimed.rows}, records)
-        return claimed.topics, records, is_cut or any(left.values())
+        return _Claim(claimed.topics, records, is_cut or any(left.values()), claimed.is_begun)
 
     def _asked(
         self, due: Sequence[str], limit: int, below: Mapping[str, int] | None
@@ -374,10 +402,14 @@ class DatabaseSubscription(LeasedSubscription):
         )
 
     def _claim_step_by_step(
-        self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None
-    ) -> tuple[Sequence[str], list[Record], bool]:
-        """Claim; return the topics that nobody else was claiming, the records, and whether there
-        may be more.
+        self,
+        due: list[str],
+        limit: int,
+        max_bytes: int,
+        below: Mapping[str, int] | None,
+        begins: claims.Begins,
+    ) -> _Claim:
+        """Claim in a transaction.
 
         Values above an even share of the limit are read by themselves, once it is known how many
         of these rows it allows.
@@ -393,10 +425,12 @@ class DatabaseSubscription(LeasedSubscription):
             is_large = [row.id for row in rows if (row.size or 0) > small]
             large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
+            records = [self._record_of(row, large) for row in rows]
+            if is_begun := _may_begin(rows, begins):
+                self._runs.store(begins.number, _ids_of(records))
         is_full = self._is_full(rows, limit, max_bytes)
-        records = [self._record_of(row, large) for row in rows]
         self._count_dead({row.id: row.lease_token for row in rows}, records)
-        return topics, records, is_full
+        return _Claim(topics, records, is_full, is_begun)
 
     def _take(self, rows: Sequence[_Row], now: datetime) -> None:
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
@@ -635,14 +669,37 @@ class DatabaseSubscription(LeasedSubscription):
 
     # --- Rows begun -------------------------------------------------------------------------------
 
+    def begin_at_once(self, worker: str, count_starts: Callable[[], int]) -> None:
+        """See ``runs``: it saves a round trip and a transaction."""
+        self._worker, self._count_starts = worker, count_starts
+
+    def _what_begins(self) -> claims.Begins:
+        """Return what of a claim begins along with it."""
+        most = self._count_starts()
+        number = self._runs.reserve(self._worker) if most > 0 else None
+        if number is None:
+            return claims.BEGINS_NOTHING
+        return claims.Begins(number, self._worker, most, 0 if self._owned else 1)
+
+    def _note_begun(self, begins: claims.Begins, records: Sequence[Record]) -> None:
+        """Note which records have begun along with their claim. What others had taken over and have
+        given back is here already, and begins when its turn comes."""
+        if any(each.token in self._owned for each in records):
+            self._doubt(begins)
+        elif begins.most:
+            self._runs.note_claimed(begins.number, _ids_of(records))
+
+    def _doubt(self, begins: claims.Begins) -> None:
+        if begins.most:
+            self._runs.doubt(begins.number)
+            self._may_have_strays = True
+
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
         """See ``runs``."""
         mine = self._still_mine(records)
-        new = {
-            each.offset: names.text(each.headers, names.ID)
-            for each in records
-            if each.token in mine and each.offset not in self._runs
-        }
+        new = _ids_of(
+            each for each in records if each.token in mine and each.offset not in self._runs
+        )
         if new:
             self._runs.begin(new, worker)
             if self._is_closed:  # meanwhile: others may have been given these
@@ -737,6 +794,7 @@ class DatabaseSubscription(LeasedSubscription):
                 known = {id for _, id in self._owned}
             leased = self._leased_rows().values_list("id", flat=True)
             self._free([id for id in leased if id not in known])
+            self._runs.end_doubt()
             self._may_have_strays = False
 
     def _forget(self, tokens: Iterable[Any]) -> None:
@@ -785,7 +843,14 @@ class DatabaseSubscription(LeasedSubscription):
     def release(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay leased, until it is asked again."""
         mine = self._mine(records)
-        if not self._insist(lambda: self._free(id for _, id in mine)):
+        named = self._runs.only_claimed(id for _, id in mine)
+
+        def free() -> None:
+            if named:
+                self._runs.end(named)
+            self._free(id for _, id in mine)
+
+        if not self._insist(free):
             self._may_have_strays = True
         self._forget(mine)
         self._plan.end_idleness()
@@ -909,6 +974,24 @@ def _rows(found: Iterable[Any]) -> list[_Row]:
 def _after(row: _Row) -> Q:
     """Rows that come after this one in a topic's order."""
     return Q(rank__gt=row.rank) | Q(rank=row.rank, id__gt=row.id)
+
+
+def _may_begin(rows: Sequence[_Row], begins: claims.Begins) -> bool:
+    """Return whether these rows begin along with their claim; see ``claims.Begins``."""
+    return (
+        0 < len(rows) <= begins.most
+        and sum(row.key is not None for row in rows) <= begins.most_keyed
+        and not any(row.deliveries or row.lease_token for row in rows)
+    )
+
+
+def _ids_of(records: Iterable[Record]) -> dict[int, bytes]:
+    """Return the ids of messages, by those of their rows."""
+    return {each.offset: each.headers.get(names.ID, b"") for each in records}
+
+
+def _no_starts() -> int:
+    return 0
 
 
 def _unleased(now: datetime) -> Q:
