@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.store.session_changes import changed, notice
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.claims import MOST_LOST
+from kjo_django.transports.database.claims import MOST_AHEAD, MOST_LOST, Asked
 from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
 from kjo_django.values import ANY_SIZE
 from tests.clocks import SetClock
@@ -84,6 +85,61 @@ def test_a_claim_at_once_takes_what_one_step_by_step_takes(alias: str, seed: int
         for topic in below or topics:
             had_more = len(one[topic]) < available[topic]
             assert not had_more or len(one[topic]) >= max(map(len, one.values())) - 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_claim_tells_what_is_ahead_as_the_query_of_other_databases_does(
+    alias: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    topics = ["t", "u"]
+    with (
+        closing(transport.subscribe(topics, "g")) as me,
+        closing(transport.subscribe(topics, "g")) as other,
+    ):
+        now = timezone.now()
+        rows = [
+            _any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
+            for _ in range(draw.choice((0, 2, 20)))
+        ]
+        for row in rows:
+            row.available_at = now + timedelta(seconds=draw.choice((-9, 60, 70)))
+        TransportMessage.objects.using(alias).bulk_create(rows)
+        statements = me._statements
+        assert statements is not None
+        asked = [Asked(topic, 40) for topic in topics]
+        until = now + timedelta(seconds=30)
+        # When
+        most = draw.choice((1, 40))
+        claimed = statements.claim(
+            asked, {}, now, until, limit=most, max_bytes=ANY_SIZE, asks_ahead=True
+        )
+        due, ahead = statements.due_topics(asked, {}, now)
+        # Then
+        left = [
+            row.available_at
+            for row in TransportMessage.objects.using(alias).filter(consumer_group="g")
+            if row.lease_expires_at is None or row.lease_expires_at <= now
+        ]
+        expected = (min(left) - now).total_seconds() if left else math.inf
+        assert claimed.ahead == pytest.approx(expected)
+        assert ahead == (None if due else pytest.approx(expected))
+
+
+def test_what_is_ahead_of_many_rows_is_asked_apart(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    later = timezone.now() + timedelta(hours=1)
+    transport.publish([OutgoingRecord("t", b"", available_at=later)] * MOST_AHEAD)
+    with closing(transport.subscribe(["t"], "g")) as subscription:
+        subscription.hears_publishers = True
+        statements = subscription._statements
+        assert statements is not None
+        assert statements.due_topics([Asked("t", 1)], {}, timezone.now()) == ([], None)
+        subscription.poll(10, 0)
+        assert not subscription._plan.is_idle, "the first claim has found nothing"
+        subscription.poll(10, 0)
+        assert subscription._plan.is_idle
 
 
 def _any_row(draw: random.Random, topic: str, now: datetime, **tokens: str) -> TransportMessage:

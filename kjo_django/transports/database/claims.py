@@ -37,6 +37,8 @@ _LOST = frozenset({"26000", "0A000"})
 """SQLSTATEs of a prepared statement that is not there, and of one whose plan is invalid."""
 FIRST_RANK, LAST_RANK = -32_769, 32_768
 """Below and above every rank."""
+MOST_AHEAD = 50
+"""Rows that are read to find out when the next one is due; where more wait, that is asked apart."""
 LEAST_READ = 50
 """Rows that are read of a topic at most, also where twice an even share is less."""
 
@@ -103,6 +105,9 @@ class Claimed:
     most_read: int
     """How many rows of a topic were read at most."""
     rows: list[Row] = field(default_factory=list)
+    ahead: float | None = None
+    """In how many seconds the next row is due that nobody holds, infinity if there is none; None if
+    it was not asked, or there are many."""
     is_begun: bool = False
     """Whether the run names its rows."""
     is_refused: bool = False
@@ -229,13 +234,15 @@ class ClaimStatements:
 
     def due_topics(
         self, asked: Sequence[Asked], skipped: Mapping[str, set[int]], now: datetime
-    ) -> list[str]:
-        """Return the topics that have a row which may be claimed, without taking a lock.
+    ) -> tuple[list[str], float | None]:
+        """Return the topics that have a row which may be claimed, without taking a lock, and, where
+        none has, what is ahead: see ``Claimed.ahead``.
 
         :param skipped: the hashes of keys of which nothing is claimed, by topic.
         """
         values = [*self._passed(skipped, now), *_arrays(asked)[:-1], *self._due(now)]
-        return [topic for (topic,) in self._look(values)]
+        *due, (_, ahead) = self._look([*values, *self._ahead(now)])
+        return [topic for topic, _ in due], ahead
 
     def claim(
         self,
@@ -247,6 +254,7 @@ class ClaimStatements:
         limit: int,
         max_bytes: int,
         begins: Begins = BEGINS_NOTHING,
+        asks_ahead: bool = False,
     ) -> Claimed:
         """Lease the first due rows of topics, all that are chosen or none, and commit.
 
@@ -257,6 +265,7 @@ class ClaimStatements:
         :param asked: in the order in which the topics get their rows.
         :param skipped: see ``due_topics``.
         :param until: when the leases expire.
+        :param asks_ahead: whether to find out what is left for later.
         """
         topics = list(dict.fromkeys(one.topic for one in asked))
         most_read = min(limit, max(LEAST_READ, math.ceil(2 * limit / len(topics))))
@@ -280,14 +289,16 @@ class ClaimStatements:
             begins.most_keyed,
             self._token,
             begins.number,
+            asks_ahead,
+            *self._ahead(now),
         ]
         locking = [text_array(topics), self._group]
         ((_, locked, *_),), rows = self._lock_and_claim(locking, choosing)
-        chosen_count, begun_count, first, *_ = rows[0]
+        chosen_count, begun_count, ahead, first, *_ = rows[0]
         if chosen_count and first is None:
             return Claimed(locked, most_read, is_refused=True)
-        found = [_row_of(*row) for _, _, *row in rows if row[0] is not None]
-        return Claimed(locked, most_read, found, is_begun=begun_count > 0)
+        found = [_row_of(*row) for _, _, _, *row in rows if row[0] is not None]
+        return Claimed(locked, most_read, found, ahead, is_begun=begun_count > 0)
 
     def _passed(self, skipped: Mapping[str, set[int]], now: datetime) -> list[Any]:
         """Return the parameters of ``_PASSED``."""
@@ -298,6 +309,10 @@ class ClaimStatements:
     def _due(self, now: datetime) -> list[Any]:
         """Return the parameters of ``_DUE``."""
         return [self._group, now, now, self._token]
+
+    def _ahead(self, now: datetime) -> list[Any]:
+        """Return the parameters of ``_AHEAD``."""
+        return [now, self._group, now]
 
 
 def _numbered(sql: str) -> str:
@@ -355,11 +370,29 @@ topic = asked.topic AND consumer_group = %s AND rank > asked.above AND rank < as
 """Rows of a topic that may be claimed. The keys to pass by are a subquery without correlation,
 which PostgreSQL hashes once."""
 
+_AHEAD = f"""
+SELECT CASE WHEN count(*) < {MOST_AHEAD}
+    THEN coalesce(extract(epoch FROM min(available_at) - %s::timestamptz)::float8, 'infinity') END
+FROM asked CROSS JOIN LATERAL (
+    SELECT available_at FROM kjo_transport_message
+    WHERE topic = asked.topic AND consumer_group = %s
+        AND (lease_expires_at IS NULL OR lease_expires_at <= %s)
+        AND id <> ALL(ARRAY(SELECT id FROM chosen))
+    LIMIT {MOST_AHEAD}
+) AS later"""  # noqa: S608
+"""When the next of the rows is due that nobody holds, and that are not chosen just now."""
+
 _LOOK = f"""
-WITH {_PASSED}
-SELECT DISTINCT asked.topic
-FROM unnest(%s::text[], %s::int[], %s::int[]) AS asked (topic, above, below)
-CROSS JOIN LATERAL (SELECT 1 FROM kjo_transport_message WHERE {_DUE} LIMIT 1) AS due"""  # noqa: S608
+WITH {_PASSED}, asked AS MATERIALIZED (
+    SELECT * FROM unnest(%s::text[], %s::int[], %s::int[]) AS asked (topic, above, below)
+), chosen AS MATERIALIZED (
+    SELECT asked.topic, due.id FROM asked
+    CROSS JOIN LATERAL (SELECT id FROM kjo_transport_message WHERE {_DUE} LIMIT 1) AS due
+)
+SELECT DISTINCT topic, NULL::float8 FROM chosen
+UNION ALL
+SELECT NULL, CASE WHEN NOT EXISTS (SELECT FROM chosen) THEN ({_AHEAD}) END"""  # noqa: S608
+"""The topics that have a row to claim, and last what is ahead where none has."""
 
 _LOCK = """
 SELECT set_config('kjo.claimed_topics', topics::text, true), topics,
@@ -427,7 +460,7 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     RETURNING number
 )
 SELECT (SELECT count(*) FROM chosen), (SELECT count(*) FROM begun),
-    taken.*, free.lease_token, chosen.read_count
+    CASE WHEN %s THEN ({_AHEAD}) END, taken.*, free.lease_token, chosen.read_count
 FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id) JOIN free USING (id)) ON true
 ORDER BY chosen.number"""  # noqa: S608
 """Leases the first due rows of the topics that ``_LOCK`` has locked. ``turn`` is the number of a

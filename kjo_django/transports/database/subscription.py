@@ -86,12 +86,14 @@ class _Claim(NamedTuple):
     :ivar topics: those that nobody else was claiming.
     :ivar is_full: whether there may be more.
     :ivar is_begun: whether the records have begun along with it.
+    :ivar ahead: see ``claims.Claimed``.
     """
 
     topics: Sequence[str]
     records: list[Record]
     is_full: bool
     is_begun: bool
+    ahead: float | None = None
 
 
 class Collision(Exception):
@@ -265,7 +267,7 @@ class DatabaseSubscription(LeasedSubscription):
             due = [topic for topic in below if rows[topic].filter(rank__lt=below[topic]).exists()]
         else:
             asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
-            due = self._statements.due_topics(asked, self._skipped, now) if asked else []
+            due = self._statements.due_topics(asked, self._skipped, now)[0] if asked else []
         return {topic: below[topic] for topic in due}
 
     def _note_outage(self, error: Exception) -> None:
@@ -299,7 +301,7 @@ class DatabaseSubscription(LeasedSubscription):
         claim = self._claim_step_by_step if self._statements is None else self._claim_at_once
         begins = self._what_begins()
         try:
-            topics, records, is_full, is_begun = claim(due, limit, max_bytes, below, begins)
+            topics, records, is_full, is_begun, ahead = claim(due, limit, max_bytes, below, begins)
         except BaseException:
             self._doubt(begins)
             raise
@@ -308,7 +310,9 @@ class DatabaseSubscription(LeasedSubscription):
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(records), has_others=has_others)
         else:
-            self._plan.note_claim(has_rows=bool(records), is_full=is_full, has_others=has_others)
+            self._plan.note_claim(
+                has_rows=bool(records), is_full=is_full, has_others=has_others, ahead=ahead
+            )
         return records
 
     def _claim_at_once(
@@ -334,6 +338,7 @@ class DatabaseSubscription(LeasedSubscription):
             limit=limit,
             max_bytes=max_bytes,
             begins=begins,
+            asks_ahead=below is None and self._plan.asks_ahead,
         )
         if claimed.is_refused:
             raise Collision
@@ -348,7 +353,8 @@ class DatabaseSubscription(LeasedSubscription):
             self._note_order(claimed, left, is_cut=is_cut)
         records = [self._leased(row) for row in claimed.rows]
         self._count_dead({row.id: row.owner for row in claimed.rows}, records)
-        return _Claim(claimed.topics, records, is_cut or any(left.values()), claimed.is_begun)
+        is_full = is_cut or any(left.values())
+        return _Claim(claimed.topics, records, is_full, claimed.is_begun, claimed.ahead)
 
     def _asked(
         self, due: Sequence[str], limit: int, below: Mapping[str, int] | None
@@ -494,14 +500,24 @@ class DatabaseSubscription(LeasedSubscription):
         now = self._clock.now()
         if self._statements is not None:
             asked = [claims.Asked(topic, 1) for topic in topics]
-            due = self._statements.due_topics(asked, self._skipped, now)
-            if not due and self._plan.hears_publishers and not self._plan.is_idle_again():
-                self._is_due_later(topics, now)
+            due, ahead = self._statements.due_topics(asked, self._skipped, now)
+            if not due and self._plan.hears_publishers:
+                self._note_ahead(ahead, topics, now)
             return [topic for topic in topics if topic in due]
         if self._is_due_later(topics, now):
             return []
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
         return [topic for topic in topics if self._due_rows(topic, now).exists()]
+
+    def _note_ahead(self, ahead: float | None, topics: Sequence[str], now: datetime) -> None:
+        """Note when the next row of these topics is due, where none is.
+
+        :param ahead: see ``claims.Claimed``.
+        """
+        if ahead is not None:
+            self._plan.note_ahead(ahead)
+        elif not self._plan.is_idle_again():
+            self._is_due_later(topics, now)
 
     def _is_due_later(self, topics: Sequence[str], now: datetime) -> bool:
         """Return whether all that waits in these topics is due later, if anything waits, and note
