@@ -191,6 +191,54 @@ def test_a_claim_is_one_round_trip_and_so_is_a_look(alias: str) -> None:
             assert len(statements) == (2 if expected else 1), told
 
 
+def test_an_idle_consumer_asks_once_a_second_and_seldom_besides(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = SetClock()
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        subscription.hears_publishers = True
+        subscription.poll(10, 5.0)
+        with _told(alias) as told:
+            subscription.poll(10, 20.0)
+        looks = [sql for sql in told if "kjo_look" in sql or "WITH" in sql]
+        assert 19 <= len(looks) <= 21
+        assert len(told) <= len(looks) + 4, "what it is registered for, each five seconds"
+
+
+def test_a_lone_job_costs_its_consumer_one_round_trip(alias: str) -> None:
+    """It begins with its claim, which is followed by no look, and what is due besides comes
+    later."""
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = clock = SetClock()
+    with closing(transport.subscribe(["t"], "g")) as subscription:
+        subscription.hears_publishers = True
+        subscription.begin_at_once("worker", lambda: 1)
+        for number in range(3):
+            clock.advance(5.0)
+            subscription.poll(10, 0.5)
+            transport.publish([OutgoingRecord("t", b"")])
+            subscription.wake()
+            subscription.poll(10, 0.5)
+            with _told(alias) as told:
+                records = subscription.poll(10, 0.5)
+                assert subscription.begin(records, "worker") == [1]
+            if number:  # the first one inserts the row of its run
+                assert len(told) == 1
+            with _told(alias) as told:
+                assert subscription.poll(10, 0.5) == []
+            assert len(told) <= 1, "the end of a poll is a look"
+            subscription.acknowledge(records)
+
+
+@contextmanager
+def _told(alias: str) -> Iterator[list[str]]:
+    """Collect what is asked of a database, a text for each round trip."""
+    told: list[str] = []
+    with CaptureQueriesContext(connections[alias]) as captured:
+        yield told
+    sent = (query["sql"] for query in captured.captured_queries)
+    told += [sql for sql in sent if sql not in ("BEGIN", "COMMIT")]  # Django's notes
+
+
 @pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "step-by-step"])
 @pytest.mark.parametrize(
     ("topics", "limit", "max_bytes", "most"),

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
-from django.db.models import Case, Count, Q, QuerySet, Value, When
+from django.db.models import Case, Count, Exists, Q, QuerySet, Value, When
 from django.db.models.functions import Coalesce, Length
 
 from kjo_django.clock import Clock
@@ -56,7 +56,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 hundred: an idle worker does that ten times a second."""
 _BETWEEN_WRITES = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=500), jitter=0.5)
 _MOST_WRITES = 5
-_HOUSEKEEPING = 2.0
+_HOUSEKEEPING = 5.0
+"""Seconds between two looks at what the group is registered for."""
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
 URGENT_INTERVAL = 0.2
@@ -158,7 +159,7 @@ class DatabaseSubscription(LeasedSubscription):
         """Ids of rows owned here that others had when they were looked at last."""
         self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
         self._worker, self._count_starts = "", _no_starts
-        self._housekeep_at = 0.0
+        self._housekeep_at = -math.inf
         self._attempt(0, 0, 0.0)
 
     # --- Polling ----------------------------------------------------------------------------------
@@ -667,18 +668,20 @@ class DatabaseSubscription(LeasedSubscription):
         Again and again, since a publisher that saw no group may commit after we registered, and
         since the tables may be emptied under a running worker.
         """
-        if self._clock.monotonic() < self._housekeep_at:
+        late = self._clock.monotonic() - self._housekeep_at
+        # A consumer that was woken claims first.
+        if late < 0 or (late < _HOUSEKEEPING and self._plan.may_have_more):
             return
         subscriptions = TransportSubscription.objects.using(self._alias)
         ours = subscriptions.filter(topic__in=self._topics, consumer_group=self._group)
-        known = set(ours.values_list("topic", flat=True))
+        orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
+        known = dict(ours.values_list("topic", Exists(orphans)))
         for topic in self._topics:
             if topic not in known:
                 subscriptions.get_or_create(topic=topic, consumer_group=self._group)
         if len(known) < len(self._topics):
             self._on_registered()
-        orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
-        if orphans.exists():
+        if any(known.values()) or len(known) < len(self._topics):
             orphans.update(consumer_group=self._group)
         self._runs.prune()
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
