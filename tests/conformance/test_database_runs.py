@@ -252,6 +252,20 @@ def test_what_may_have_to_wait_is_not_begun_by_its_claim(
     assert not transport.running()
 
 
+def test_the_key_of_a_job_that_asks_for_no_order_is_none(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """It is the job's id."""
+    publish(transport, "before")
+    consumer = subscribe()
+    starts_at_once(consumer, 2)
+    for id in (b"a", b"b"):
+        headers = {names.ID: id, names.JOB_ID: id}
+        transport.publish([OutgoingRecord("t", b"{}", key=id, headers=headers)])
+    assert len(consumer.poll(10, 0.0)) == 2
+    assert set(transport.running()) == {"a", "b"}
+
+
 def test_a_key_of_which_something_may_run_is_not_begun_by_its_claim(
     transport: DatabaseTransport, subscribe: Subscribe
 ) -> None:

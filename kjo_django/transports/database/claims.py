@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, connections
 
-from kjo_django.messages.headers import ID
+from kjo_django.messages.headers import ID, JOB_ID
 from kjo_django.store.cursors import array_text, takes_several, text_array
 from kjo_django.values import ANY_SIZE
 
@@ -64,7 +64,8 @@ class Begins(NamedTuple):
     :ivar number: of the run that names it, see ``runs``; it is overwritten if it is stored.
     :ivar worker: the token of the worker that runs it.
     :ivar most: how many rows start at most.
-    :ivar most_keyed: how many of them with a key, of which something may run already.
+    :ivar most_keyed: how many of them with a key, of which something may run already. A job
+        without one has its own id as key.
     """
 
     number: int
@@ -453,8 +454,9 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     FROM (
         SELECT json_object_agg(id, headers ->> '{ID}')::text AS messages
         FROM taken JOIN free USING (id)
-        HAVING count(*) BETWEEN 1 AND %s AND count(key) <= %s
-            AND bool_and(deliveries = 0 AND free.lease_token = '')
+        HAVING count(*) BETWEEN 1 AND %s AND count(key) FILTER (
+            WHERE encode(key, 'base64') IS DISTINCT FROM headers ->> '{JOB_ID}'
+        ) <= %s AND bool_and(deliveries = 0 AND free.lease_token = '')
     ) AS named
     WHERE consumer = %s AND number = %s
     RETURNING number

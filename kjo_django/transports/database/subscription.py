@@ -433,7 +433,7 @@ class DatabaseSubscription(LeasedSubscription):
             large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
             records = [self._record_of(row, large) for row in rows]
-            if is_begun := _may_begin(rows, begins):
+            if is_begun := _may_begin(rows, records, begins):
                 self._runs.store(begins.number, _ids_of(records))
         is_full = self._is_full(rows, limit, max_bytes)
         self._count_dead({row.id: row.lease_token for row in rows}, records)
@@ -995,11 +995,14 @@ def _after(row: _Row) -> Q:
     return Q(rank__gt=row.rank) | Q(rank=row.rank, id__gt=row.id)
 
 
-def _may_begin(rows: Sequence[_Row], begins: claims.Begins) -> bool:
+def _may_begin(rows: Sequence[_Row], records: Sequence[Record], begins: claims.Begins) -> bool:
     """Return whether these rows begin along with their claim; see ``claims.Begins``."""
+    keyed = (
+        each.key is not None and each.key != each.headers.get(names.JOB_ID) for each in records
+    )
     return (
         0 < len(rows) <= begins.most
-        and sum(row.key is not None for row in rows) <= begins.most_keyed
+        and sum(keyed) <= begins.most_keyed
         and not any(row.deliveries or row.lease_token for row in rows)
     )
 
