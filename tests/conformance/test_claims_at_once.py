@@ -378,7 +378,8 @@ def test_a_claim_and_a_look_are_planned_once(alias: str) -> None:
         for _ in range(5):
             assert len(subscription._claim(1, ANY_SIZE)) == 1
         assert subscription._topics_with_rows(["t"]) == []
-        assert _prepared(alias) == {"kjo_lock": 5, "kjo_claim": 5, "kjo_look": 1}
+        told = {"kjo_lock": 5, "kjo_claim": 5, "kjo_claim_ahead": 0, "kjo_look": 1}
+        assert _prepared(alias) == told
         with connections[alias].cursor() as cursor:
             cursor.execute("SELECT sum(custom_plans) FROM pg_prepared_statements")
             assert cursor.fetchone() == (0,)
@@ -429,7 +430,8 @@ def test_consumers_of_one_session_share_them(alias: str) -> None:
         with closing(transport.subscribe(["t"], "g")) as other:
             for consumer in (subscription, other, subscription, other):
                 assert len(consumer._claim(1, ANY_SIZE)) == 1
-            assert _prepared(alias) == {"kjo_lock": 4, "kjo_claim": 4, "kjo_look": 0}
+            told = {"kjo_lock": 4, "kjo_claim": 4, "kjo_claim_ahead": 0, "kjo_look": 0}
+            assert _prepared(alias) == told
 
 
 def test_in_a_transaction_of_the_callers_nothing_is_set_for_its_rest(alias: str) -> None:

@@ -191,7 +191,8 @@ def _prepare(cursor: Any) -> dict[str, str]:
     """
     if not takes_several(cursor):
         return {}
-    own, texts = uuid4().hex[:12], {"lock": _LOCK, "claim": _CLAIM, "look": _LOOK}
+    own = uuid4().hex[:12]
+    texts = {"lock": _LOCK, "claim": _CLAIM, "claim_ahead": _CLAIM_AND_LOOK_AHEAD, "look": _LOOK}
     names = {sql: f"kjo_{what}_{own}" for what, sql in texts.items()}
     cursor.execute("; ".join(f"PREPARE {name} AS {_numbered(sql)}" for sql, name in names.items()))
     return names
@@ -221,16 +222,14 @@ class ClaimStatements:
                 return self._prepared.execute((_LOOK, values))[0]
 
     def _lock_and_claim(
-        self, locking: Sequence[Any], choosing: Sequence[Any]
+        self, locking: Sequence[Any], claim: tuple[str, Sequence[Any]]
     ) -> tuple[list[Any], list[Any]]:
         while True:
             self._prepared.ensure()
             # A lease lost in a crash of the server is taken anew, as if it had expired: no need to
             # wait for the server's disk.
             with suppress(LostError), self._store.transaction(waits_for_disk=False):
-                locked, claimed = self._prepared.execute(
-                    (_LOCK, locking), (_CLAIM, choosing), is_last=True
-                )
+                locked, claimed = self._prepared.execute((_LOCK, locking), claim, is_last=True)
                 return locked, claimed
 
     def due_topics(
@@ -290,11 +289,11 @@ class ClaimStatements:
             begins.most_keyed,
             self._token,
             begins.number,
-            asks_ahead,
-            *self._ahead(now),
+            *(self._ahead(now) if asks_ahead else ()),
         ]
         locking = [text_array(topics), self._group]
-        ((_, locked, *_),), rows = self._lock_and_claim(locking, choosing)
+        claim = _CLAIM_AND_LOOK_AHEAD if asks_ahead else _CLAIM
+        ((_, locked, *_),), rows = self._lock_and_claim(locking, (claim, choosing))
         chosen_count, begun_count, ahead, first, *_ = rows[0]
         if chosen_count and first is None:
             return Claimed(locked, most_read, is_refused=True)
@@ -383,6 +382,8 @@ FROM asked CROSS JOIN LATERAL (
 ) AS later"""  # noqa: S608
 """When the next of the rows is due that nobody holds, and that are not chosen just now."""
 
+_NOT_ASKED = "NULL::float8"
+
 _LOOK = f"""
 WITH {_PASSED}, asked AS MATERIALIZED (
     SELECT * FROM unnest(%s::text[], %s::int[], %s::int[]) AS asked (topic, above, below)
@@ -390,7 +391,7 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     SELECT asked.topic, due.id FROM asked
     CROSS JOIN LATERAL (SELECT id FROM kjo_transport_message WHERE {_DUE} LIMIT 1) AS due
 )
-SELECT DISTINCT topic, NULL::float8 FROM chosen
+SELECT DISTINCT topic, {_NOT_ASKED} FROM chosen
 UNION ALL
 SELECT NULL, CASE WHEN NOT EXISTS (SELECT FROM chosen) THEN ({_AHEAD}) END"""  # noqa: S608
 """The topics that have a row to claim, and last what is ahead where none has."""
@@ -453,8 +454,8 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     UPDATE kjo_transport_run SET worker = %s, begun_at = %s, messages = named.messages
     FROM (
         SELECT json_object_agg(id, headers ->> '{ID}')::text AS messages
-        FROM taken JOIN free USING (id)
-        HAVING count(*) BETWEEN 1 AND %s AND count(key) FILTER (
+        FROM taken JOIN free USING (id) WHERE (SELECT count(*) FROM chosen) <= %s
+        HAVING count(key) FILTER (
             WHERE encode(key, 'base64') IS DISTINCT FROM headers ->> '{JOB_ID}'
         ) <= %s AND bool_and(deliveries = 0 AND free.lease_token = '')
     ) AS named
@@ -462,10 +463,13 @@ WITH {_PASSED}, asked AS MATERIALIZED (
     RETURNING number
 )
 SELECT (SELECT count(*) FROM chosen), (SELECT count(*) FROM begun),
-    CASE WHEN %s THEN ({_AHEAD}) END, taken.*, free.lease_token, chosen.read_count
+    {_NOT_ASKED}, taken.*, free.lease_token, chosen.read_count
 FROM (SELECT) AS always LEFT JOIN (taken JOIN chosen USING (id) JOIN free USING (id)) ON true
 ORDER BY chosen.number"""  # noqa: S608
 """Leases the first due rows of the topics that ``_LOCK`` has locked. ``turn`` is the number of a
 row within its topic: the first rows of all topics come before the second ones. A topic that is
 asked for twice has its ranks in the order of ``position``. What starts at once is begun in the same
 statement; not what was begun before, since it waits until it may run alone."""
+
+_CLAIM_AND_LOOK_AHEAD = _CLAIM.replace(_NOT_ASKED, f"({_AHEAD})")
+"""Apart, since what it does not execute costs a claim a tenth of its time."""
