@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from datetime import timedelta
 
 from django.utils import timezone
@@ -37,7 +38,7 @@ def let_run(*jobs: Job, worker: str = "worker", is_alive: bool = True) -> None:
             consumer=message.lease_token,
             number=0,
             worker=worker,
-            messages=json.dumps({message.pk: job.message_id}),
+            messages=json.dumps({message.pk: b64encode(job.message_id.encode()).decode()}),
             begun_at=now,
         )
     if is_alive:

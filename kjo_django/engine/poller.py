@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 from kjo_django import registry
@@ -84,6 +85,7 @@ class Poller:
     :param on_error: called with each outage, and with None at its end.
     :param on_skipped: called for each record that was meant for others.
     :param died: see ``Subscription.ask_who_died``.
+    :param token: of its worker, by which others know what it runs.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Poller:
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
         died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers,
+        token: str = "",
     ) -> None:
         self._runtime, self._clock = runtime, runtime.clock
         self._settings, self._service = runtime.settings, runtime.service
@@ -110,6 +113,7 @@ class Poller:
         self._is_alone = is_alone
         self._on_error = on_error
         self._died = died
+        self._token = token
         self._on_skipped = on_skipped
         self.level = level
         self._queue_of = {queue.levels[level]: queue for queue in reversed(queues)}
@@ -289,6 +293,8 @@ class Poller:
             on_assigned=self._on_assigned,
         )
         self._subscription.ask_who_died(self._died)
+        count_starts = partial(self._scheduler.count_starts, list(self.queues))
+        self._subscription.begin_at_once(self._token, count_starts)
         return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:

@@ -285,6 +285,26 @@ class GroupScheduler:
             free = self._limits.get(queue, NO_LIMIT).groups - self._groups[queue]
             return int(min(min(self._idle, free) + 1, self._left))
 
+    def count_starts(self, queues: Collection[str]) -> int:
+        """Return how many deliveries of these queues would start at once; none while any delivery
+        waits for a lane, or one partition is paused."""
+        with self._lock:
+            if self.waiting or self.is_stopped or self._paused_until:
+                return 0
+            wanted = [queue for queue in queues if queue not in self._paused]
+            free = min(map(self._free_of, wanted), default=0)
+            return int(max(0, min(free, self._idle, self._left)))
+
+    def _free_of(self, queue: str) -> float:
+        """Return how many more deliveries of a queue may run by its limits."""
+        limit = self._limits.get(queue, NO_LIMIT)
+        free: float = limit.groups - self._groups[queue]
+        if True in self._modes.get(queue, ()):
+            free = min(free, limit.coroutines - self._coroutines[queue])
+            if self._has_ramps:
+                free = min(free, self._ramps[queue].count(self._clock.monotonic()))
+        return free
+
     def run_time(self, kind: str) -> float:
         """Return how many seconds a run of this handler is expected to take; infinity if it has not
         run here, or if it has had a long run lately."""

@@ -211,7 +211,11 @@ def _store_with_more(
     has_several = joining or (is_named and (len(jobs) > 1 or rule is not None))
     answers: list[JobHandle[Any]] = [JobHandle(job.pk, "queued") for job in jobs]
     # A JobExistsError leaves the caller's transaction as it was.
-    with statements.transaction(savepoint=rule is not None) if has_several else nullcontext():
+    with (
+        statements.transaction(savepoint=rule is not None, defers=True)
+        if has_several
+        else nullcontext()
+    ):
         if is_named:
             answers = _store_unique(jobs, revives_failed, statements)
         elif beside:

@@ -132,10 +132,12 @@ class Store:
         durable: bool = False,
         calls_handlers: bool = False,
         waits_for_disk: bool = True,
+        defers: bool = False,
     ) -> AbstractContextManager[None]:
         """Return ``transaction.atomic()``.
 
         :param calls_handlers: whether code of the project runs in the transaction.
+        :param defers: see ``Store.defers``.
         :param waits_for_disk: False lets the database commit before the data is on its disk: for
             data that is written again if a crash of the server loses it.
         """
@@ -168,6 +170,12 @@ class Store:
         """
         with connections[self.alias].cursor() as cursor:
             cursor.execute(sql, values)
+
+    @property
+    def defers(self) -> bool:
+        """Whether new rows whose ids nobody needs may be sent with the commit of the present
+        transaction: what the database refuses of them is raised at its end."""
+        return False
 
     def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
         """Execute a statement in a transaction of its own; return how many rows it has changed.
@@ -617,7 +625,7 @@ class Store:
             values = itertools.chain.from_iterable(rows)
             for start in range(0, count, size):
                 length = min(size, count - start)
-                places = ", ".join([_JOB_PLACES] * length)
+                places = ", ".join([JOB_PLACES] * length)
                 chunk = list(itertools.islice(values, length * len(JOB_FIELDS)))
                 cursor.execute(begin + places + end, chunk)
                 stored += cursor.rowcount
@@ -1002,7 +1010,7 @@ JOB_FIELDS = [field for field in Job._meta.local_concrete_fields if field.name !
 """The columns of a job's row, in the order of ``INSERT`` and ``COPY``; of a new job none worked."""
 _OWN = [[field.attname for field in JOB_FIELDS].index(name) for name in ("id", "key", "payload")]
 """The places of what tells jobs from one another that are otherwise alike."""
-_JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
+JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
 WORKFLOW_COLUMNS = ["state", "reason", "finished_at", "open_stage_count", "step_count", "deadline"]
 """The columns of a workflow that change."""
 NOWHERE = (None,) * len(Place._fields)

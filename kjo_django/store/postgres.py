@@ -18,6 +18,7 @@ from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job, Lease, Workflow
 from kjo_django.store.base import (
     JOB_FIELDS,
+    JOB_PLACES,
     NOWHERE,
     WORKFLOW_COLUMNS,
     Store,
@@ -105,6 +106,8 @@ def begin_with_first_query(connection: Any, opening: Sequence[str] = ()) -> Iter
     wrappers = connection.execute_wrappers
 
     def send(execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if send not in wrappers:  # what is sent before this query has begun it
+            return execute(sql, params, many, context)
         wrappers.remove(send)
         cursor = context["cursor"].cursor
         driver = cursor.connection
@@ -163,8 +166,12 @@ class _Along:
     """What takes no round trip of its own in one transaction: it goes along with the next query, or
     with the commit."""
 
-    def __init__(self, execute: Callable[[str, Sequence[Any]], Any]) -> None:
+    def __init__(
+        self, execute: Callable[[str, Sequence[Any]], Any], *, defers: bool = False
+    ) -> None:
         self._execute = execute
+        self.defers = defers
+        """Whether the first statement of the transaction may be among them."""
         self.before: list[_Statement] = []
         """Statements that are sent in front of the next query."""
         self.leases: list[tuple[list[str], str]] = []
@@ -227,6 +234,7 @@ class PostgresStore(Store):
         durable: bool = False,
         calls_handlers: bool = False,
         waits_for_disk: bool = True,
+        defers: bool = False,
     ) -> Iterator[None]:
         """Run the block in ``transaction.atomic()``, whose ``BEGIN`` takes no round trip.
 
@@ -234,7 +242,7 @@ class PostgresStore(Store):
             begin it in its own way.
         """
         connection = connections[self.alias]
-        along = _Along(self._execute)
+        along = _Along(self._execute, defers=defers and not calls_handlers)
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
             if len(connection.atomic_blocks) > 1:
                 yield
@@ -245,9 +253,9 @@ class PostgresStore(Store):
             try:
                 with nullcontext() if calls_handlers else begins:
                     yield
-                if (along.before or along.leases) and not connection.needs_rollback:
-                    before, along.before = along.before, []
-                    self.execute_all(before, is_last=True)
+                    if (along.before or along.leases) and not connection.needs_rollback:
+                        before, along.before = along.before, []
+                        self.execute_all(before, is_last=True)
             finally:
                 connection.execute_wrappers.remove(along)
         for names, token in along.leases:  # the COMMIT could not take them along
@@ -256,11 +264,19 @@ class PostgresStore(Store):
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
         """Send it in front of the next query of a transaction that ``transaction`` has begun."""
         along, driver = self._along(), connections[self.alias].connection
+        has_begun = driver is not None and driver.info.transaction_status != _IDLE
         # What begins a transaction must come first.
-        if along is None or driver is None or driver.info.transaction_status == _IDLE:
+        if along is None or not (has_begun or along.defers):
             self._execute(sql, values)
         else:
             along.before.append((sql, values))
+
+    @property
+    def defers(self) -> bool:
+        """In a transaction that ``transaction`` has begun for that, and in no savepoint of it: what
+        is undone with one must not be sent later."""
+        along, blocks = self._along(), connections[self.alias].atomic_blocks
+        return along is not None and along.defers and len(blocks) == 1
 
     def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
         """Execute it in one round trip, its transaction included."""
@@ -539,10 +555,17 @@ class PostgresStore(Store):
     # --- New jobs ---------------------------------------------------------------------------------
 
     def insert_jobs(self, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
-        """Store many rows by COPY."""
-        if ignore_conflicts or not self.may_copy(len(jobs)):
-            return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
-        self.copy_rows("kjo_job", self._job_types(), map(self._values_of, jobs))
+        """Store many rows by COPY, and few with the commit."""
+        if ignore_conflicts:
+            return super().insert_jobs(jobs, ignore_conflicts=True)
+        if self.may_copy(len(jobs)):
+            self.copy_rows("kjo_job", self._job_types(), map(self._values_of, jobs))
+            return len(jobs)
+        if not self.defers or len(jobs) >= COPY_FROM:
+            return super().insert_jobs(jobs)
+        begin, end = self._insert[False]
+        values = [value for job in jobs for value in self._values_of(job)]
+        self.execute_with_next(begin + ", ".join([JOB_PLACES] * len(jobs)) + end, values)
         return len(jobs)
 
     def insert_steps(

@@ -249,6 +249,16 @@ class Subscription(abc.ABC):
         """
         return [1] * len(records)
 
+    def begin_at_once(self, worker: str, count_starts: Callable[[], int]) -> None:
+        """Let ``poll`` begin what starts as soon as it is handed out, where that costs less than
+        ``begin``. Default: nothing.
+
+        :param worker: see ``begin``, which is called all the same.
+        :param count_starts: returns how many records would start at once, as long as none of them
+            has to wait for another one of its key.
+        """
+        return
+
     def ask_who_died(self, died: Callable[[Collection[str]], Collection[str]]) -> None:
         """Count only those deaths that are known: a consumer that could not renew its leases, as
         while its server was away, has not died for that. Default: nothing.

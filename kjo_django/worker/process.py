@@ -253,6 +253,7 @@ class Worker:
                 ),
                 on_skipped=self.statistics.skip,
                 died=self.leases.died_among,
+                token=self.leases.token,
             )
             for (alias, group, level), queues in groups.items()
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.store.session_changes import changed, notice
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.claims import MOST_LOST
+from kjo_django.transports.database.claims import MOST_AHEAD, MOST_LOST, Asked
 from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
 from kjo_django.values import ANY_SIZE
 from tests.clocks import SetClock
@@ -86,6 +87,61 @@ def test_a_claim_at_once_takes_what_one_step_by_step_takes(alias: str, seed: int
             assert not had_more or len(one[topic]) >= max(map(len, one.values())) - 1
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_claim_tells_what_is_ahead_as_the_query_of_other_databases_does(
+    alias: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    topics = ["t", "u"]
+    with (
+        closing(transport.subscribe(topics, "g")) as me,
+        closing(transport.subscribe(topics, "g")) as other,
+    ):
+        now = timezone.now()
+        rows = [
+            _any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
+            for _ in range(draw.choice((0, 2, 20)))
+        ]
+        for row in rows:
+            row.available_at = now + timedelta(seconds=draw.choice((-9, 60, 70)))
+        TransportMessage.objects.using(alias).bulk_create(rows)
+        statements = me._statements
+        assert statements is not None
+        asked = [Asked(topic, 40) for topic in topics]
+        until = now + timedelta(seconds=30)
+        # When
+        most = draw.choice((1, 40))
+        claimed = statements.claim(
+            asked, {}, now, until, limit=most, max_bytes=ANY_SIZE, asks_ahead=True
+        )
+        due, ahead = statements.due_topics(asked, {}, now)
+        # Then
+        left = [
+            row.available_at
+            for row in TransportMessage.objects.using(alias).filter(consumer_group="g")
+            if row.lease_expires_at is None or row.lease_expires_at <= now
+        ]
+        expected = (min(left) - now).total_seconds() if left else math.inf
+        assert claimed.ahead == pytest.approx(expected)
+        assert ahead == (None if due else pytest.approx(expected))
+
+
+def test_what_is_ahead_of_many_rows_is_asked_apart(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    later = timezone.now() + timedelta(hours=1)
+    transport.publish([OutgoingRecord("t", b"", available_at=later)] * MOST_AHEAD)
+    with closing(transport.subscribe(["t"], "g")) as subscription:
+        subscription.hears_publishers = True
+        statements = subscription._statements
+        assert statements is not None
+        assert statements.due_topics([Asked("t", 1)], {}, timezone.now()) == ([], None)
+        subscription.poll(10, 0)
+        assert not subscription._plan.is_idle, "the first claim has found nothing"
+        subscription.poll(10, 0)
+        assert subscription._plan.is_idle
+
+
 def _any_row(draw: random.Random, topic: str, now: datetime, **tokens: str) -> TransportMessage:
     key = draw.choice((None, b"k1", b"k2", b"%d" % draw.randint(0, 99)))
     whose = draw.choice(("", "", "", "", *tokens.values()))
@@ -133,6 +189,54 @@ def test_a_claim_is_one_round_trip_and_so_is_a_look(alias: str) -> None:
             told = [query["sql"] for query in captured.captured_queries]
             statements = [sql for sql in told if sql not in ("BEGIN", "COMMIT")]  # Django's notes
             assert len(statements) == (2 if expected else 1), told
+
+
+def test_an_idle_consumer_asks_once_a_second_and_seldom_besides(alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = SetClock()
+    with closing(transport.subscribe(["t", "u"], "g")) as subscription:
+        subscription.hears_publishers = True
+        subscription.poll(10, 5.0)
+        with _told(alias) as told:
+            subscription.poll(10, 20.0)
+        looks = [sql for sql in told if "kjo_look" in sql or "WITH" in sql]
+        assert 19 <= len(looks) <= 21
+        assert len(told) <= len(looks) + 4, "what it is registered for, each five seconds"
+
+
+def test_a_lone_job_costs_its_consumer_one_round_trip(alias: str) -> None:
+    """It begins with its claim, which is followed by no look, and what is due besides comes
+    later."""
+    transport = DatabaseTransport("test", {"DATABASE": alias})
+    transport.clock = clock = SetClock()
+    with closing(transport.subscribe(["t"], "g")) as subscription:
+        subscription.hears_publishers = True
+        subscription.begin_at_once("worker", lambda: 1)
+        for number in range(3):
+            clock.advance(5.0)
+            subscription.poll(10, 0.5)
+            transport.publish([OutgoingRecord("t", b"")])
+            subscription.wake()
+            subscription.poll(10, 0.5)
+            with _told(alias) as told:
+                records = subscription.poll(10, 0.5)
+                assert subscription.begin(records, "worker") == [1]
+            if number:  # the first one inserts the row of its run
+                assert len(told) == 1
+            with _told(alias) as told:
+                assert subscription.poll(10, 0.5) == []
+            assert len(told) <= 1, "the end of a poll is a look"
+            subscription.acknowledge(records)
+
+
+@contextmanager
+def _told(alias: str) -> Iterator[list[str]]:
+    """Collect what is asked of a database, a text for each round trip."""
+    told: list[str] = []
+    with CaptureQueriesContext(connections[alias]) as captured:
+        yield told
+    sent = (query["sql"] for query in captured.captured_queries)
+    told += [sql for sql in sent if sql not in ("BEGIN", "COMMIT")]  # Django's notes
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "step-by-step"])
@@ -274,7 +378,8 @@ def test_a_claim_and_a_look_are_planned_once(alias: str) -> None:
         for _ in range(5):
             assert len(subscription._claim(1, ANY_SIZE)) == 1
         assert subscription._topics_with_rows(["t"]) == []
-        assert _prepared(alias) == {"kjo_lock": 5, "kjo_claim": 5, "kjo_look": 1}
+        told = {"kjo_lock": 5, "kjo_claim": 5, "kjo_claim_ahead": 0, "kjo_look": 1}
+        assert _prepared(alias) == told
         with connections[alias].cursor() as cursor:
             cursor.execute("SELECT sum(custom_plans) FROM pg_prepared_statements")
             assert cursor.fetchone() == (0,)
@@ -325,7 +430,8 @@ def test_consumers_of_one_session_share_them(alias: str) -> None:
         with closing(transport.subscribe(["t"], "g")) as other:
             for consumer in (subscription, other, subscription, other):
                 assert len(consumer._claim(1, ANY_SIZE)) == 1
-            assert _prepared(alias) == {"kjo_lock": 4, "kjo_claim": 4, "kjo_look": 0}
+            told = {"kjo_lock": 4, "kjo_claim": 4, "kjo_claim_ahead": 0, "kjo_look": 0}
+            assert _prepared(alias) == told
 
 
 def test_in_a_transaction_of_the_callers_nothing_is_set_for_its_rest(alias: str) -> None:

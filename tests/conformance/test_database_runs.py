@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -183,6 +184,194 @@ def test_it_costs_one_statement_whatever_their_number(
     assert sent.count("UPDATE kjo_transport_run") == 1
 
 
+def starts_at_once(consumer: DatabaseSubscription, most: int = 10) -> None:
+    """Let a consumer begin what it claims, which it does once it has a row to write it to."""
+    consumer.begin_at_once("worker", lambda: most)
+    (record,) = consumer.poll(1, 0.0)
+    begin(consumer, [record])
+    consumer.acknowledge([record])
+    consumer.flush()
+
+
+def test_what_starts_as_soon_as_it_is_claimed_is_begun_by_its_claim(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given a consumer with a free lane
+    publish(transport, "before", "a")
+    consumer = subscribe()
+    starts_at_once(consumer)
+    # When
+    records = consumer.poll(10, 0.0)
+    # Then it is begun, and to begin it writes nothing
+    assert transport.running() == {"a": "worker"}
+    with CaptureQueriesContext(connections[alias]) as captured:
+        assert begin(consumer, records) == [1]
+    assert not captured.captured_queries
+    # And its death is counted
+    let_lease_expire(consumer, clock)
+    assert [each.deliveries for each in subscribe().poll(10, 0.0)] == [1]
+
+
+@pytest.mark.postgres
+def test_a_claim_that_begins_is_one_round_trip_on_postgresql(postgres_alias: str) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": postgres_alias})
+    transport.clock = SetClock()
+    with closing(transport.subscribe(["t"], "g", lease=LEASE)) as consumer:
+        publish(transport, "before")
+        starts_at_once(consumer)
+        publish(transport, "a")
+        consumer.resume([])  # it claims without a look
+        with CaptureQueriesContext(connections[postgres_alias]) as captured:
+            assert begin(consumer, consumer.poll(10, 0.0)) == [1]
+        told = (each["sql"] for each in captured)
+        assert len([each for each in told if each not in ("BEGIN", "COMMIT")]) == 1
+        assert transport.running() == {"a": "worker"}
+
+
+@pytest.mark.parametrize(
+    ("most", "ids", "keys"),
+    [
+        (1, ["a", "b"], [None, None]),
+        (2, ["a", "b"], [b"k", b"k"]),
+        (2, ["a", "b"], [b"k", b"l"]),
+    ],
+    ids=["more than lanes are free", "one after the other", "two with a key"],
+)
+def test_what_may_have_to_wait_is_not_begun_by_its_claim(
+    transport: DatabaseTransport,
+    subscribe: Subscribe,
+    most: int,
+    ids: list[str],
+    keys: list[bytes | None],
+) -> None:
+    publish(transport, "before")
+    consumer = subscribe()
+    starts_at_once(consumer, most)
+    for id, key in zip(ids, keys, strict=True):
+        transport.publish([OutgoingRecord("t", b"{}", key=key, headers={names.ID: id.encode()})])
+    assert len(consumer.poll(10, 0.0)) == 2
+    assert not transport.running()
+
+
+def test_the_key_of_a_job_that_asks_for_no_order_is_none(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """It is the job's id."""
+    publish(transport, "before")
+    consumer = subscribe()
+    starts_at_once(consumer, 2)
+    for id in (b"a", b"b"):
+        headers = {names.ID: id, names.JOB_ID: id}
+        transport.publish([OutgoingRecord("t", b"{}", key=id, headers=headers)])
+    assert len(consumer.poll(10, 0.0)) == 2
+    assert set(transport.running()) == {"a", "b"}
+
+
+def test_a_key_of_which_something_may_run_is_not_begun_by_its_claim(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "before")
+    consumer = subscribe()
+    starts_at_once(consumer)
+    for id in ("a", "b"):
+        transport.publish([OutgoingRecord("t", b"{}", key=b"k", headers={names.ID: id.encode()})])
+        assert len(consumer.poll(10, 0.0)) == 1
+    assert set(transport.running()) == {"a"}
+
+
+def test_what_was_begun_before_is_not_begun_by_its_claim(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    """It may have killed its worker, so it waits until it can run alone."""
+    publish(transport, "a")
+    dead = subscribe()
+    begin(dead, dead.poll(10, 0.0))
+    heir = subscribe()
+    publish(transport, "before")
+    starts_at_once(heir)
+    let_lease_expire(dead, clock)
+    assert [each.deliveries for each in heir.poll(10, 0.0)] == [1]
+    assert not transport.running()
+
+
+def test_what_is_released_before_it_begins_is_not_counted_where_it_waits_next(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    publish(transport, "before", "a", "b")
+    consumer = subscribe()
+    starts_at_once(consumer)
+    consumer.release(consumer.poll(1, 0.0))
+    assert not transport.running()
+    # When it comes back with more than can start
+    consumer.begin_at_once("worker", lambda: 1)
+    assert len(consumer.poll(10, 0.0)) == 2
+    let_lease_expire(consumer, clock)
+    # Then
+    assert [each.deliveries for each in subscribe().poll(10, 0.0)] == [0, 0]
+
+
+def test_what_waits_when_its_consumer_is_closed_goes_to_others_uncounted(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "before", "a")
+    consumer, other = subscribe(), subscribe()
+    starts_at_once(consumer)
+    assert len(consumer.poll(10, 0.0)) == 1
+    consumer.close()
+    assert [(id_of(each), each.deliveries) for each in other.poll(10, 0.0)] == [("a", 0)]
+    assert not TransportRun.objects.using(alias).exists()
+
+
+def test_a_claim_that_was_not_answered_has_begun_nothing(
+    transport: DatabaseTransport,
+    subscribe: Subscribe,
+    clock: SetClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(transport, "before", "a", "b")
+    consumer = subscribe()
+    starts_at_once(consumer)
+    # When a claim takes effect, and its answer is lost
+    name = "_claim_step_by_step" if consumer._statements is None else "_claim_at_once"
+    claim = getattr(consumer, name)
+
+    def lose_answer(*arguments: Any) -> Any:
+        claim(*arguments)
+        raise OperationalError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer, name, lose_answer)
+        assert consumer.poll(1, 0.0) == []
+    assert set(transport.running()) == {"a"}
+    # Then it comes again, and counts only if it begins
+    clock.advance(1)
+    consumer.begin_at_once("worker", lambda: 1)
+    assert len(consumer.poll(10, 0.0)) == 2
+    assert not transport.running()
+    let_lease_expire(consumer, clock)
+    assert [each.deliveries for each in subscribe().poll(10, 0.0)] == [0, 0]
+
+
+def test_what_comes_back_and_waits_here_is_not_begun_by_its_claim(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given a consumer that was frozen, and another one that has given back what it took over
+    publish(transport, "before", "a")
+    frozen, other = subscribe(), subscribe()
+    starts_at_once(frozen, 1)
+    frozen.begin_at_once("worker", lambda: 0)
+    records = frozen.poll(10, 0.0)
+    let_lease_expire(frozen, clock)
+    other.release(other.poll(10, 0.0))
+    # When it comes back as what could start
+    frozen.begin_at_once("worker", lambda: 1)
+    assert frozen.poll(10, 0.0) == []
+    frozen.poll(0, 0.0)
+    # Then
+    assert not transport.running()
+    assert begin(frozen, records) == [1]
+
+
 def test_what_runs_at_the_same_time_is_kept_apart(
     alias: str, transport: DatabaseTransport, subscribe: Subscribe
 ) -> None:
@@ -224,7 +413,7 @@ def test_what_cannot_be_noted_is_not_begun(
     consumer = subscribe()
     records = consumer.poll(10, 0.0)
     with monkeypatch.context() as patch, pytest.raises(OperationalError):
-        patch.setattr(consumer._runs, "_store", raising)
+        patch.setattr(consumer._runs, "store", raising)
         begin(consumer, records)
     assert not transport.running()
     assert begin(consumer, records) == [1]
@@ -268,7 +457,7 @@ def test_what_begins_while_its_consumer_is_closed_does_not_begin(
     """Others may have it by then."""
     publish(transport, "a")
     consumer, other = subscribe(), subscribe()
-    records, store = consumer.poll(10, 0.0), consumer._runs._store
+    records, store = consumer.poll(10, 0.0), consumer._runs.store
     taken: list[Record] = []
 
     def close_first(*arguments: Any) -> None:
@@ -277,7 +466,7 @@ def test_what_begins_while_its_consumer_is_closed_does_not_begin(
             taken.extend(other.poll(10, 0.0))
         store(*arguments)
 
-    monkeypatch.setattr(consumer._runs, "_store", close_first)
+    monkeypatch.setattr(consumer._runs, "store", close_first)
     assert begin(consumer, records) == [0]
     # Then the other one has it, and nobody else has begun it
     assert [id_of(each) for each in taken] == ["a"]
@@ -374,6 +563,8 @@ def test_whatever_happens_each_death_is_counted_and_nothing_else(
     expected = dict.fromkeys(map(str, range(8)), 0)
     publish(transport, *expected)
     consumer, in_hand, begun = subscribe(), dict[str, Record](), set[str]()
+    lanes = draw.choice((0, 2))
+    consumer.begin_at_once("worker", lambda: lanes)
 
     def some(of: Sequence[str]) -> list[str]:
         return draw.sample(sorted(of), draw.randint(0, len(of)))
@@ -381,9 +572,12 @@ def test_whatever_happens_each_death_is_counted_and_nothing_else(
     for _ in range(40):
         match draw.choice(("poll", "begin", "begin", "end", "acknowledge", "release", "die")):
             case "poll":
-                for record in consumer.poll(draw.randint(1, 8), 0.0):
+                polled = consumer.poll(draw.randint(1, 8), 0.0)
+                for record in polled:
                     in_hand[id_of(record)] = record
                     assert record.deliveries == expected[id_of(record)]
+                if 0 < len(polled) <= lanes and {*transport.running()} - begun:
+                    begun.update(map(id_of, polled))  # as soon as they were claimed
             case "begin":
                 ids = some([*in_hand])
                 found = begin(consumer, [in_hand[id] for id in ids]) if ids else []
@@ -409,6 +603,7 @@ def test_whatever_happens_each_death_is_counted_and_nothing_else(
                 let_lease_expire(consumer, clock)
                 expected.update((id, expected[id] + 1) for id in begun)
                 consumer, in_hand, begun = subscribe(), {}, set()
+                consumer.begin_at_once("worker", lambda: lanes)
         assert set(transport.running()) == begun
 
 

@@ -207,11 +207,14 @@ def call_step(
     if jobs_logger.isEnabledFor(logging.INFO):
         log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
+    if guard is None:
+        is_shared, connection = False, connections[runtime.database]
+    else:
+        is_shared, connection = guard.is_shared, guard.connection
     for _, run in runs:
-        run.is_shared = guard is not None and guard.is_shared
+        run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
     variables = copy_context()
-    connection = connections[runtime.database] if guard is None else guard.connection
     count, began = len(connection.run_on_commit), time.perf_counter()
     try:
         with around:

@@ -99,27 +99,40 @@ def _name_text(name: str) -> str:
 
 def insert_rows(alias: str, rows: Sequence[MessageRow]) -> Sequence[int]:
     """Write rows, all or none, and return their ids, in order; none where the database does not
-    tell.
+    tell, or they are written with the commit.
 
     :param alias: of the database, whose open transaction is joined.
     """
-    if store_for(alias).may_copy(len(rows)):
+    store = store_for(alias)
+    if store.may_copy(len(rows)):
         return _copy(alias, rows)
     connection: Any = connections[alias]
-    prepare = _preparing(connection)
-    returns_ids = connection.features.can_return_rows_from_bulk_insert
+    returns_ids = connection.features.can_return_rows_from_bulk_insert and not store.defers
     most = (connection.features.max_query_params or 65_535) // len(MessageRow._fields)
     chunks = list(_chunks(rows, min(MOST_ROWS, most)))
+    statements = _statements(connection, chunks, returns_ids=returns_ids)
+    if store.defers:
+        for statement in statements:
+            store.execute_with_next(*statement)
+        return []
     ids: list[int] = []
     several = transaction.atomic(using=alias, savepoint=False)
     with several if len(chunks) > 1 else nullcontext(), connection.cursor() as cursor:
-        for chunk in chunks:
-            values = [value for row in chunk for value in prepare(row)]
-            sql = _insertion(connection.vendor, len(chunk), returns_ids=returns_ids)
-            cursor.execute(sql, values)
+        for statement in statements:
+            cursor.execute(*statement)
             if returns_ids:
                 ids += [id for (id,) in cursor.fetchall()]
     return ids
+
+
+def _statements(
+    connection: Any, chunks: Iterable[Sequence[MessageRow]], *, returns_ids: bool
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield what inserts these rows, a statement for each chunk, with its parameters."""
+    prepare = _preparing(connection)
+    for chunk in chunks:
+        values = [value for row in chunk for value in prepare(row)]
+        yield _insertion(connection.vendor, len(chunk), returns_ids=returns_ids), values
 
 
 def _chunks(rows: Sequence[MessageRow], most: int) -> Iterator[Sequence[MessageRow]]:

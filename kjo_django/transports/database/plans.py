@@ -70,6 +70,13 @@ class LookPlan:
         """Whether nothing is due, and nothing is going to be for a while."""
         return self._clock.monotonic() < self._idle_until
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether a claim is to find out when the next row is due. It costs less than the look that
+        would come after it; while jobs come sooner one after the other, none does."""
+        since = self._clock.monotonic() - self._claimed_at
+        return self.hears_publishers and self._is_woken and since > WAIT_TO_BE_WOKEN
+
     def next_wait(self, longest: float) -> float:
         """Return the seconds until the next look, so many at most."""
         if self.is_idle:
@@ -94,6 +101,12 @@ class LookPlan:
         called, this consumer has claimed or given back, or may claim what it left alone before, or
         the database did not answer."""
         self._idle_until, self._next_due_at = 0.0, None
+
+    def note_ahead(self, seconds: float) -> None:
+        """Note in how many seconds the next row is due that nobody holds, infinity if there is
+        none. One that was due and was not claimed waits for its key, for which nobody wakes."""
+        if seconds > 0:
+            self.note_idle(seconds)
 
     def note_idle(self, seconds: float) -> None:
         """Note that nothing waits that is due, and in how many seconds something will be. A
@@ -129,12 +142,15 @@ class LookPlan:
         """Note that a look has found nothing."""
         self.may_have_more = self._is_woken = False
 
-    def note_claim(self, *, has_rows: bool, is_full: bool, has_others: bool) -> None:
+    def note_claim(
+        self, *, has_rows: bool, is_full: bool, has_others: bool, ahead: float | None = None
+    ) -> None:
         """Note what a claim has come to.
 
         :param has_rows: whether it has taken any.
         :param is_full: whether it has taken as much as it was allowed to.
         :param has_others: whether others were claiming some of it just then.
+        :param ahead: when the next row is due, see ``note_ahead``; None: nobody knows.
         """
         self._claimed_at = self._clock.monotonic()
         self.end_idleness()
@@ -142,7 +158,9 @@ class LookPlan:
         if has_rows or has_others:
             self._next_wait = SHORTEST_WAIT
         if self._is_woken and not has_others and not is_full:
-            self._next_wait, self.has_all = min(WAIT_TO_BE_WOKEN, self._poll_interval), True
+            self._next_wait = min(WAIT_TO_BE_WOKEN, self._poll_interval)
+            self.note_ahead(ahead or 0.0)
+            self.has_all = not self.is_idle
         self._is_woken = False
 
     def note_urgent_claim(self, *, has_rows: bool, has_others: bool) -> None:

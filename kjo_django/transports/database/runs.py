@@ -5,10 +5,13 @@ each message would cost as much as a second claim. A message is begun if such a 
 that leases it names it. So nothing needs to be written when it ends: its own row is deleted then,
 and the other one is overwritten by the next run. If the consumer dies, whoever claims the message
 next finds that it was begun.
+
+What starts as soon as it is claimed is named in such a row by the claim itself.
 """
 
 from __future__ import annotations
 
+import base64
 import heapq
 import json
 import math
@@ -44,27 +47,82 @@ class Runs:
         """These runs: their numbers are not used again meanwhile."""
         self._number_of: dict[int, int] = {}
         """The run of each message that is begun."""
-        self._left: dict[int, dict[int, str]] = {}
+        self._left: dict[int, dict[int, bytes]] = {}
         """The ids of the messages of each run, but for those that have ended."""
         self._worker = ""
         self._free: list[int] = []
         """Numbers that may be used again; the smallest comes first."""
+        self._claimed: set[int] = set()
+        """Messages that their claims have named, and that have not begun yet."""
+        self._doubtful: list[int] = []
+        """Numbers of runs that may name messages which are not theirs."""
         self._prune_at = -math.inf
 
     def __contains__(self, message: int) -> bool:
-        return message in self._number_of
+        return message in self._number_of and message not in self._claimed
 
-    def begin(self, messages: Mapping[int, str], worker: str) -> None:
-        """Note durably that these messages are begun; the disk is not waited for.
+    # --- Begun by their claims --------------------------------------------------------------------
+
+    def reserve(self, worker: str) -> int | None:
+        """Return the number of a run that a claim may write, until ``note_claimed`` or ``doubt``;
+        None where none was written that may be overwritten.
+
+        :param worker: the token of the worker that runs what is claimed.
+        """
+        with self._lock:
+            if not self._free:
+                return None
+            number, self._worker = heapq.heappop(self._free), worker
+            self._left[number] = {}
+            return number
+
+    def note_claimed(self, number: int, messages: Mapping[int, bytes]) -> None:
+        """Note what a claim has named in its run: nothing, if it has not written it."""
+        with self._lock:
+            self._left[number] = dict(messages)
+            self._number_of.update(dict.fromkeys(messages, number))
+            self._claimed.update(messages)
+            self._drop_empty([number])
+
+    def doubt(self, number: int) -> None:
+        """Note that a claim may have named in its run what does not begin here."""
+        with self._lock:
+            self._doubtful.append(number)
+
+    def end_doubt(self) -> None:
+        """Let such runs name nothing: what they name would count when it is claimed again."""
+        while self._doubtful:
+            number = self._doubtful[-1]
+            self.store(number, {})
+            with self._lock:
+                self._doubtful.pop()
+                self._drop(number)
+
+    def only_claimed(self, messages: Iterable[int]) -> list[int]:
+        """Return those of the messages that their claims have named, and that have not begun."""
+        return [each for each in messages if each in self._claimed]
+
+    # --- Begun and ended --------------------------------------------------------------------------
+
+    def begin(self, messages: Mapping[int, bytes], worker: str) -> None:
+        """Note durably that these messages are begun; the disk is not waited for. Those that their
+        claims have named are noted so already.
 
         :param messages: the id of each.
         :param worker: the token of the worker that runs them.
         """
         with self._lock:
+            new = {each: id for each, id in messages.items() if each not in self._claimed}
+            self._claimed.difference_update(messages)
+        if new:
+            self._write(new, worker)
+
+    def _write(self, messages: Mapping[int, bytes], worker: str) -> None:
+        with self._lock:
             number = heapq.heappop(self._free) if self._free else len(self._left)
             self._left[number], self._worker = dict(messages), worker
         try:
-            self._store(number, messages)
+            self.store(number, messages)
         except BaseException:
             with self._lock:
                 self._drop(number)
@@ -85,7 +143,7 @@ class Runs:
                 left = {number: dict(self._left[number]) for number in self._written}
             try:
                 for number, messages_left in left.items():
-                    self._store(number, messages_left)
+                    self.store(number, messages_left)
             finally:
                 with self._lock:
                     self._written = set()
@@ -95,6 +153,7 @@ class Runs:
         """Take messages out of their runs, and return these; the caller holds the lock."""
         touched: set[int] = set()
         for each in messages:
+            self._claimed.discard(each)
             if (number := self._number_of.pop(each, None)) is not None:
                 touched.add(number)
                 self._left[number].pop(each)
@@ -110,7 +169,7 @@ class Runs:
     def close(self) -> None:
         """Delete what is written, unless some of it still runs."""
         with self._lock:
-            if self._number_of:
+            if self._number_of.keys() - self._claimed:
                 return
         TransportRun.objects.using(self._alias).filter(consumer=self._consumer).delete()
 
@@ -134,9 +193,11 @@ class Runs:
         del self._left[number]
         heapq.heappush(self._free, number)
 
-    def _store(self, number: int, messages: Mapping[int, str]) -> None:
+    def store(self, number: int, messages: Mapping[int, bytes]) -> None:
+        """Let a run name these messages, and no other."""
         moment = self._clock.now()
-        text = json.dumps(messages, separators=(",", ":"))
+        ids = {each: base64.b64encode(id).decode() for each, id in messages.items()}
+        text = json.dumps(ids, separators=(",", ":"))
         adapted = connections[self._alias].ops.adapt_datetimefield_value(moment)
         values = [self._worker, text, adapted, self._consumer, number]
         if not store_for(self._alias).execute_alone(_UPDATE, values):
@@ -193,7 +254,8 @@ def _begun(alias: str, message_ids: Collection[str] | None) -> dict[int, tuple[s
     return {
         int(id): (consumer, worker, message_id)
         for consumer, worker, messages in runs.values_list("consumer", "worker", "messages")
-        for id, message_id in json.loads(messages).items()
+        for id, stored in json.loads(messages).items()
+        for message_id in [base64.b64decode(stored or "").decode("utf-8", "replace")]
         if message_ids is None or message_id in message_ids
     }
 

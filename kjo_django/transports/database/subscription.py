@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
-from django.db.models import Case, Count, Q, QuerySet, Value, When
+from django.db.models import Case, Count, Exists, Q, QuerySet, Value, When
 from django.db.models.functions import Coalesce, Length
 
 from kjo_django.clock import Clock
@@ -56,7 +56,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 hundred: an idle worker does that ten times a second."""
 _BETWEEN_WRITES = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=500), jitter=0.5)
 _MOST_WRITES = 5
-_HOUSEKEEPING = 2.0
+_HOUSEKEEPING = 5.0
+"""Seconds between two looks at what the group is registered for."""
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
 URGENT_INTERVAL = 0.2
@@ -78,6 +79,22 @@ class _Row(NamedTuple):
     lease_token: str
     size: int | None
     """Bytes of the value; None: there is none."""
+
+
+class _Claim(NamedTuple):
+    """What a claim has come to.
+
+    :ivar topics: those that nobody else was claiming.
+    :ivar is_full: whether there may be more.
+    :ivar is_begun: whether the records have begun along with it.
+    :ivar ahead: see ``claims.Claimed``.
+    """
+
+    topics: Sequence[str]
+    records: list[Record]
+    is_full: bool
+    is_begun: bool
+    ahead: float | None = None
 
 
 class Collision(Exception):
@@ -141,7 +158,8 @@ class DatabaseSubscription(LeasedSubscription):
         self._taken_over: set[int] = set()
         """Ids of rows owned here that others had when they were looked at last."""
         self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
-        self._housekeep_at = 0.0
+        self._worker, self._count_starts = "", _no_starts
+        self._housekeep_at = -math.inf
         self._attempt(0, 0, 0.0)
 
     # --- Polling ----------------------------------------------------------------------------------
@@ -250,7 +268,7 @@ class DatabaseSubscription(LeasedSubscription):
             due = [topic for topic in below if rows[topic].filter(rank__lt=below[topic]).exists()]
         else:
             asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
-            due = self._statements.due_topics(asked, self._skipped, now) if asked else []
+            due = self._statements.due_topics(asked, self._skipped, now)[0] if asked else []
         return {topic: below[topic] for topic in due}
 
     def _note_outage(self, error: Exception) -> None:
@@ -282,12 +300,20 @@ class DatabaseSubscription(LeasedSubscription):
             self._plan.note_nothing_due()
             return []
         claim = self._claim_step_by_step if self._statements is None else self._claim_at_once
-        topics, records, is_full = claim(due, limit, max_bytes, below)
+        begins = self._what_begins()
+        try:
+            topics, records, is_full, is_begun, ahead = claim(due, limit, max_bytes, below, begins)
+        except BaseException:
+            self._doubt(begins)
+            raise
+        self._note_begun(begins, records if is_begun else [])
         has_others = len(topics) < len(due)
         if below is not None:
             self._plan.note_urgent_claim(has_rows=bool(records), has_others=has_others)
         else:
-            self._plan.note_claim(has_rows=bool(records), is_full=is_full, has_others=has_others)
+            self._plan.note_claim(
+                has_rows=bool(records), is_full=is_full, has_others=has_others, ahead=ahead
+            )
         return records
 
     def _claim_at_once(
@@ -296,7 +322,8 @@ class DatabaseSubscription(LeasedSubscription):
         limit: int,
         max_bytes: int,
         below: Mapping[str, int] | None,
-    ) -> tuple[Sequence[str], list[Record], bool]:
+        begins: claims.Begins,
+    ) -> _Claim:
         """Claim and commit in one round trip; see ``_claim_step_by_step``.
 
         :raises Collision: also where the answer took so long that the leases may be over soon.
@@ -305,7 +332,14 @@ class DatabaseSubscription(LeasedSubscription):
         assert statements is not None
         began, now = self._clock.monotonic(), self._clock.now()
         claimed = statements.claim(
-            asked, self._skipped, now, now + self._lease, limit=limit, max_bytes=max_bytes
+            asked,
+            self._skipped,
+            now,
+            now + self._lease,
+            limit=limit,
+            max_bytes=max_bytes,
+            begins=begins,
+            asks_ahead=below is None and self._plan.asks_ahead,
         )
         if claimed.is_refused:
             raise Collision
@@ -320,7 +354,8 @@ class DatabaseSubscription(LeasedSubscription):
             self._note_order(claimed, left, is_cut=is_cut)
         records = [self._leased(row) for row in claimed.rows]
         self._count_dead({row.id: row.owner for row in claimed.rows}, records)
-        return claimed.topics, records, is_cut or any(left.values())
+        is_full = is_cut or any(left.values())
+        return _Claim(claimed.topics, records, is_full, claimed.is_begun, claimed.ahead)
 
     def _asked(
         self, due: Sequence[str], limit: int, below: Mapping[str, int] | None
@@ -374,10 +409,14 @@ class DatabaseSubscription(LeasedSubscription):
         )
 
     def _claim_step_by_step(
-        self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None
-    ) -> tuple[Sequence[str], list[Record], bool]:
-        """Claim; return the topics that nobody else was claiming, the records, and whether there
-        may be more.
+        self,
+        due: list[str],
+        limit: int,
+        max_bytes: int,
+        below: Mapping[str, int] | None,
+        begins: claims.Begins,
+    ) -> _Claim:
+        """Claim in a transaction.
 
         Values above an even share of the limit are read by themselves, once it is known how many
         of these rows it allows.
@@ -393,10 +432,12 @@ class DatabaseSubscription(LeasedSubscription):
             is_large = [row.id for row in rows if (row.size or 0) > small]
             large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
+            records = [self._record_of(row, large) for row in rows]
+            if is_begun := _may_begin(rows, records, begins):
+                self._runs.store(begins.number, _ids_of(records))
         is_full = self._is_full(rows, limit, max_bytes)
-        records = [self._record_of(row, large) for row in rows]
         self._count_dead({row.id: row.lease_token for row in rows}, records)
-        return topics, records, is_full
+        return _Claim(topics, records, is_full, is_begun)
 
     def _take(self, rows: Sequence[_Row], now: datetime) -> None:
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
@@ -460,14 +501,24 @@ class DatabaseSubscription(LeasedSubscription):
         now = self._clock.now()
         if self._statements is not None:
             asked = [claims.Asked(topic, 1) for topic in topics]
-            due = self._statements.due_topics(asked, self._skipped, now)
-            if not due and self._plan.hears_publishers and not self._plan.is_idle_again():
-                self._is_due_later(topics, now)
+            due, ahead = self._statements.due_topics(asked, self._skipped, now)
+            if not due and self._plan.hears_publishers:
+                self._note_ahead(ahead, topics, now)
             return [topic for topic in topics if topic in due]
         if self._is_due_later(topics, now):
             return []
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
         return [topic for topic in topics if self._due_rows(topic, now).exists()]
+
+    def _note_ahead(self, ahead: float | None, topics: Sequence[str], now: datetime) -> None:
+        """Note when the next row of these topics is due, where none is.
+
+        :param ahead: see ``claims.Claimed``.
+        """
+        if ahead is not None:
+            self._plan.note_ahead(ahead)
+        elif not self._plan.is_idle_again():
+            self._is_due_later(topics, now)
 
     def _is_due_later(self, topics: Sequence[str], now: datetime) -> bool:
         """Return whether all that waits in these topics is due later, if anything waits, and note
@@ -617,32 +668,57 @@ class DatabaseSubscription(LeasedSubscription):
         Again and again, since a publisher that saw no group may commit after we registered, and
         since the tables may be emptied under a running worker.
         """
-        if self._clock.monotonic() < self._housekeep_at:
+        late = self._clock.monotonic() - self._housekeep_at
+        # A consumer that was woken claims first.
+        if late < 0 or (late < _HOUSEKEEPING and self._plan.may_have_more):
             return
         subscriptions = TransportSubscription.objects.using(self._alias)
         ours = subscriptions.filter(topic__in=self._topics, consumer_group=self._group)
-        known = set(ours.values_list("topic", flat=True))
+        orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
+        known = dict(ours.values_list("topic", Exists(orphans)))
         for topic in self._topics:
             if topic not in known:
                 subscriptions.get_or_create(topic=topic, consumer_group=self._group)
         if len(known) < len(self._topics):
             self._on_registered()
-        orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
-        if orphans.exists():
+        if any(known.values()) or len(known) < len(self._topics):
             orphans.update(consumer_group=self._group)
         self._runs.prune()
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
     # --- Rows begun -------------------------------------------------------------------------------
 
+    def begin_at_once(self, worker: str, count_starts: Callable[[], int]) -> None:
+        """See ``runs``: it saves a round trip and a transaction."""
+        self._worker, self._count_starts = worker, count_starts
+
+    def _what_begins(self) -> claims.Begins:
+        """Return what of a claim begins along with it."""
+        most = self._count_starts()
+        number = self._runs.reserve(self._worker) if most > 0 else None
+        if number is None:
+            return claims.BEGINS_NOTHING
+        return claims.Begins(number, self._worker, most, 0 if self._owned else 1)
+
+    def _note_begun(self, begins: claims.Begins, records: Sequence[Record]) -> None:
+        """Note which records have begun along with their claim. What others had taken over and have
+        given back is here already, and begins when its turn comes."""
+        if any(each.token in self._owned for each in records):
+            self._doubt(begins)
+        elif begins.most:
+            self._runs.note_claimed(begins.number, _ids_of(records))
+
+    def _doubt(self, begins: claims.Begins) -> None:
+        if begins.most:
+            self._runs.doubt(begins.number)
+            self._may_have_strays = True
+
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
         """See ``runs``."""
         mine = self._still_mine(records)
-        new = {
-            each.offset: names.text(each.headers, names.ID)
-            for each in records
-            if each.token in mine and each.offset not in self._runs
-        }
+        new = _ids_of(
+            each for each in records if each.token in mine and each.offset not in self._runs
+        )
         if new:
             self._runs.begin(new, worker)
             if self._is_closed:  # meanwhile: others may have been given these
@@ -737,6 +813,7 @@ class DatabaseSubscription(LeasedSubscription):
                 known = {id for _, id in self._owned}
             leased = self._leased_rows().values_list("id", flat=True)
             self._free([id for id in leased if id not in known])
+            self._runs.end_doubt()
             self._may_have_strays = False
 
     def _forget(self, tokens: Iterable[Any]) -> None:
@@ -785,7 +862,14 @@ class DatabaseSubscription(LeasedSubscription):
     def release(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay leased, until it is asked again."""
         mine = self._mine(records)
-        if not self._insist(lambda: self._free(id for _, id in mine)):
+        named = self._runs.only_claimed(id for _, id in mine)
+
+        def free() -> None:
+            if named:
+                self._runs.end(named)
+            self._free(id for _, id in mine)
+
+        if not self._insist(free):
             self._may_have_strays = True
         self._forget(mine)
         self._plan.end_idleness()
@@ -909,6 +993,27 @@ def _rows(found: Iterable[Any]) -> list[_Row]:
 def _after(row: _Row) -> Q:
     """Rows that come after this one in a topic's order."""
     return Q(rank__gt=row.rank) | Q(rank=row.rank, id__gt=row.id)
+
+
+def _may_begin(rows: Sequence[_Row], records: Sequence[Record], begins: claims.Begins) -> bool:
+    """Return whether these rows begin along with their claim; see ``claims.Begins``."""
+    keyed = (
+        each.key is not None and each.key != each.headers.get(names.JOB_ID) for each in records
+    )
+    return (
+        0 < len(rows) <= begins.most
+        and sum(keyed) <= begins.most_keyed
+        and not any(row.deliveries or row.lease_token for row in rows)
+    )
+
+
+def _ids_of(records: Iterable[Record]) -> dict[int, bytes]:
+    """Return the ids of messages, by those of their rows."""
+    return {each.offset: each.headers.get(names.ID, b"") for each in records}
+
+
+def _no_starts() -> int:
+    return 0
 
 
 def _unleased(now: datetime) -> Q:

@@ -77,6 +77,44 @@ def test_a_worker_with_free_lanes_has_room_for_two_groups_of_each():
     assert room(lanes) == 3 * GROUPS_AHEAD * 10, "of a quick one as many as a group may have"
 
 
+def test_as_many_start_at_once_as_lanes_are_free():
+    lanes, clock = scheduler(3)
+    assert lanes.count_starts(QUEUES) == 3
+    (group,) = busy(lanes, 1)
+    assert lanes.count_starts(QUEUES) == 2
+    # None while another one waits
+    lanes.put(deliveries(1))
+    assert lanes.count_starts(QUEUES) == 0
+    lanes.finish(take(lanes))
+    # Nor while what comes might be of a partition that is paused
+    lanes.finish(group, group.deliveries, delay=60)
+    assert lanes.count_starts(QUEUES) == 0
+    clock.advance(60)
+    lanes.finish(take(lanes))
+    lanes.pause_partition(TopicPartition("q", 0), 60)
+    assert lanes.count_starts(QUEUES) == 0
+
+
+def test_no_more_start_at_once_than_the_limits_of_a_queue_let_run():
+    lanes, _ = scheduler(3)
+    lanes.set_limits({"q": QueueLimit(1, 1)})
+    assert lanes.count_starts(QUEUES) == 1
+    busy(lanes, 1)
+    assert lanes.count_starts(QUEUES) == 0
+    assert lanes.count_starts(["r"]) == 2
+    # Of a queue that is paused nothing is fetched
+    lanes.set_paused(["q"])
+    assert lanes.count_starts(QUEUES) == 2
+
+
+def test_coroutines_start_at_once_as_far_as_they_are_started_together():
+    lanes, clock = scheduler(3, ramp_up=10)
+    busy(lanes, 1, handler=COROUTINE)
+    assert lanes.count_starts(["q"]) == 0
+    clock.advance(0.1)
+    assert lanes.count_starts(["q"]) == 1
+
+
 def test_what_waits_takes_room_until_half_of_it_has_started():
     lanes, _ = scheduler(3)
     lanes.put(deliveries(3, "a"))

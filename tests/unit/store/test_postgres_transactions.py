@@ -4,6 +4,7 @@ goes along with its last."""
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,15 +13,21 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from django.db import ProgrammingError, connection, transaction
+from django.db import DataError, ProgrammingError, connection, transaction
 
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.models import Job, Lease, ProcessedEvent
+from kjo_django.models import (
+    Job,
+    Lease,
+    ProcessedEvent,
+    TransportMessage,
+    TransportSubscription,
+)
 from kjo_django.store import postgres, store_for
 from kjo_django.store.postgres import _begin, begin_with_first_query
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, as_job, benched
+from tests.unit.deliveries import KJO, Bench, as_job, benched
 from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
@@ -192,6 +199,73 @@ def test_what_a_query_answers_is_its_own_whatever_went_in_front_of_it(bench):
     # Then
     assert counted == [{jobs[1].job_id}]
     assert entries() == ["a", "along 1", "along 2", "b"]
+
+
+# --- Enqueue --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database_transport(settings, postgres) -> None:
+    settings.KJO = {**KJO}
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_a_job_is_stored_and_committed_with_its_message_in_one_round_trip(sent):
+    ledger.write.enqueue(job="first")  # also finds out which groups there are
+    TransportSubscription.objects.create(topic="ledger", consumer_group="g")
+    ledger.write.enqueue(job="second")
+    del sent[:]
+    # When
+    job = ledger.write.enqueue(job="third")
+    # Then what comes behind is the call of those who listen
+    text, *after = sent
+    assert re.findall(r"BEGIN|INSERT INTO \S+|COMMIT", text) == [
+        *("BEGIN", "INSERT INTO kjo_job", "INSERT INTO kjo_transport_message", "COMMIT")
+    ]
+    assert all("pg_notify" in each for each in after)
+    assert Job.objects.get(pk=job.job_id).state == "queued"
+    assert TransportMessage.objects.filter(headers__isnull=False).count() == 3
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_a_job_that_is_refused_is_not_stored_and_nothing_stays_behind(sent):
+    ledger.write.enqueue(job="first")
+    with pytest.raises(DataError), connection.execute_wrapper(_spoil):
+        ledger.write.enqueue(job="second")
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+    assert Job.objects.count() == TransportMessage.objects.count() == 1
+    ledger.write.enqueue(job="third")
+    assert Job.objects.count() == TransportMessage.objects.count() == 2
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_in_a_transaction_of_the_callers_a_job_is_there_at_once():
+    with transaction.atomic():
+        ledger.write.enqueue(job="a")
+        assert Job.objects.count() == TransportMessage.objects.count() == 1
+        transaction.set_rollback(True)
+    assert Job.objects.count() == TransportMessage.objects.count() == 0
+
+
+def test_in_a_savepoint_nothing_waits_for_the_commit(sent):
+    store = store_for("default")
+    with store.transaction(defers=True):
+        assert store.defers
+        with transaction.atomic():
+            assert not store.defers
+    with store.transaction():
+        assert not store.defers
+    assert not store.defers
+
+
+def _spoil(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+    """Have the server refuse the last statement of a text before its commit."""
+    if "kjo_transport_message" in sql:
+        sql = sql.replace(
+            "INSERT INTO kjo_transport_message", "SELECT 1 / 0; INSERT INTO kjo_transport_message"
+        )
+    return execute(sql, params, many, context)
 
 
 def test_leases_go_behind_the_commit_in_the_same_round_trip(sent):

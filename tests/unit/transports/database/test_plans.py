@@ -81,6 +81,42 @@ def test_whoever_was_woken_claims_at_once_and_then_waits_to_be_woken(
     assert not plan.has_all, "the wait is over"
 
 
+def test_a_claim_that_knows_what_is_ahead_is_followed_by_no_look(
+    plan: LookPlan, clock: SetClock
+) -> None:
+    plan.hears_publishers = True
+    clock.advance(1)
+    plan.note_wake_up()
+    assert plan.asks_ahead
+    plan.note_claim(has_rows=True, is_full=False, has_others=False, ahead=0.3)
+    assert plan.is_idle
+    assert not plan.has_all, "the wait is over when the next row is due"
+    assert plan.next_wait(60.0) == pytest.approx(0.3)
+
+
+def test_a_claim_that_leaves_what_waits_for_its_key_is_followed_by_a_look(
+    plan: LookPlan, clock: SetClock
+) -> None:
+    plan.hears_publishers = True
+    clock.advance(1)
+    plan.note_wake_up()
+    plan.note_claim(has_rows=True, is_full=False, has_others=False, ahead=-0.3)
+    assert not plan.is_idle
+    assert plan.has_all
+
+
+@pytest.mark.parametrize("why", ["polls", "was not woken", "is woken again before its look"])
+def test_what_is_ahead_is_not_asked_where_no_look_is_saved(
+    plan: LookPlan, clock: SetClock, why: str
+) -> None:
+    plan.hears_publishers = why != "polls"
+    claim(plan)
+    clock.advance(WAIT_TO_BE_WOKEN / 2 if why == "is woken again before its look" else 1)
+    if why != "was not woken":
+        plan.note_wake_up()
+    assert not plan.asks_ahead
+
+
 @pytest.mark.parametrize("why", ["full", "others"])
 def test_what_a_wake_up_has_left_is_looked_for(plan: LookPlan, clock: SetClock, why: str) -> None:
     clock.advance(1)
