@@ -27,12 +27,13 @@ from typing import Any, cast
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
 from kjo_django import tracing
 from kjo_django.clock import CLOCK
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
-from kjo_django.engine.handler.connections import TransactionGuard, watching
+from kjo_django.engine.handler.connections import watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
 from kjo_django.engine.handler.log_lines import jobs_logger, log_starts
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
@@ -188,7 +189,8 @@ def call_step(
     watch: TimeoutWatch,
     step: Sequence[Attempt],
     around: AbstractContextManager[object] = _NOTHING,
-    guard: TransactionGuard | None = None,
+    connection: BaseDatabaseWrapper | None = None,
+    is_shared: bool = False,
 ) -> BaseException | None:
     """Make one call of a handler from this thread, and note in its attempts how it ended.
 
@@ -197,7 +199,9 @@ def call_step(
 
     :param step: one attempt, or several of a batch handler's.
     :param around: is entered for the call. What that raises fails the call.
-    :param guard: of the transaction in which it is made, if it is made in one.
+    :param connection: that of this thread to the database of jobs, where the caller has it: to look
+        it up takes more than a microsecond.
+    :param is_shared: whether its transaction is that of others, too.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
     handler = step[0].delivery.handler
@@ -207,14 +211,10 @@ def call_step(
     if jobs_logger.isEnabledFor(logging.INFO):
         log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
-    if guard is None:
-        is_shared, connection = False, connections[runtime.database]
-    else:
-        is_shared, connection = guard.is_shared, guard.connection
     for _, run in runs:
         run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
-    variables = copy_context()
+    variables, connection = copy_context(), connection or connections[runtime.database]
     count, began = len(connection.run_on_commit), time.perf_counter()
     try:
         with around:

@@ -238,7 +238,8 @@ class LaneRunner:
 
         :param guard: of the transaction, where it is made in one.
         """
-        raised = call_step(self._runtime, self._watch, step, around, guard)
+        of_transaction = () if guard is None else (guard.connection, guard.is_shared)
+        raised = call_step(self._runtime, self._watch, step, around, *of_transaction)
         if guard is not None and changed:
             guard.note_changed_sessions()
         ended = [attempt for attempt in step if raised is None or attempt.error is not None]
