@@ -16,9 +16,9 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 292
-MOST_CLASSES = 586
-MOST_CORE_LINES = 29_200
+MOST_MODULES = 294
+MOST_CLASSES = 588
+MOST_CORE_LINES = 29_600
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}
