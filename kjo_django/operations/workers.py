@@ -59,10 +59,10 @@ class Assignment:
     """When the worker's assignment in this group changed last."""
     resting_until: datetime | None = None
     """It hands out nothing until then, since a server that its messages need is down."""
-    waiting_since: datetime | None = None
-    """Since when a record of it that the worker has fetched waits for a free lane."""
     running: tuple[RunningJob, ...] = ()
     """Jobs of it that have run longest, the longest first."""
+    waiting_since: datetime | None = None
+    """Since when a record of it that the worker has fetched waits for a free lane."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""

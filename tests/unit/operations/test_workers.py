@@ -104,7 +104,9 @@ NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
 def test_what_is_stored_is_read_again():
     # Given
     held = [
-        Assignment("mails", 0, "g", NOW, NOW + timedelta(seconds=5), (RunningJob("1", "x", NOW),)),
+        Assignment(
+            "mails", 0, "g", NOW, NOW + timedelta(seconds=5), (RunningJob("1", "x", NOW),), NOW
+        ),
         Assignment("mails", 1, "g"),
     ]
     # When
