@@ -436,6 +436,23 @@ def test_a_claim_that_was_not_answered_has_begun_nothing(
     assert [each.deliveries for each in subscribe().poll(10, 0.0)] == [0, 0]
 
 
+def test_a_claim_that_takes_effect_when_nobody_waits_for_its_answer_keeps_nothing(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    """Its server process waited for a lock while the connection broke."""
+    publish(transport, "runs", "claimed late")
+    consumer, other = subscribe(), subscribe()
+    begin(consumer, consumer.poll(1, 0.0))
+    rows = TransportMessage.objects.using(alias).filter(lease_token="")
+    rows.update(lease_token=consumer._token, lease_expires_at=clock.now() + LEASE)
+    # When its leases are renewed
+    for _ in range(2):
+        clock.advance(LEASE.total_seconds() / 2)
+        consumer.poll(0, 0.0)
+    # Then
+    assert [id_of(each) for each in other.poll(10, 0.0)] == ["claimed late"]
+
+
 def test_what_comes_back_and_waits_here_is_not_begun_by_its_claim(
     transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:

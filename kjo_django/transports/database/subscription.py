@@ -231,7 +231,10 @@ class DatabaseSubscription(LeasedSubscription):
                 free = rows.order_by("id").select_for_update(skip_locked=True)
                 ids = free.values_list("id", flat=True)
                 count = _change(self._alias, _RENEW, [moment, self._token], ids)
-        if count < len(owned):
+        if count > len(owned):
+            # A claim that was not answered has taken effect after strays were looked for.
+            self._may_have_strays = True
+        elif count < len(owned):
             present = set(rows.values_list("id", flat=True))
             self._look_at({id for _, id in owned} - present)
         self._renewed_at = began
