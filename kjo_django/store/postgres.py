@@ -248,10 +248,14 @@ class PostgresStore(Store):
                 yield
                 return
             opening = () if waits_for_disk else (_NO_WAIT_FOR_DISK,)
-            begins = begin_with_first_query(connection, opening)
+            # One that the caller commits is psycopg's to begin: it would stay in autocommit.
+            is_plain = calls_handlers or not connection.commit_on_exit
+            begins: AbstractContextManager[None] = nullcontext()
+            if not is_plain:
+                begins = begin_with_first_query(connection, opening)
             connection.execute_wrappers.append(along)
             try:
-                with nullcontext() if calls_handlers else begins:
+                with begins:
                     yield
                     if (along.before or along.leases) and not connection.needs_rollback:
                         before, along.before = along.before, []
@@ -613,6 +617,7 @@ class PostgresStore(Store):
         text = f"COPY {table} ({names}) FROM STDIN (FORMAT BINARY)"
 
         def copy(*query: Any) -> None:
+            connection.validate_no_broken_transaction()
             with connection.wrap_database_errors, cursor.copy(text) as copying:
                 copying.set_types(list(types.values()))
                 for row in rows:

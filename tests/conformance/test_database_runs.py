@@ -6,6 +6,7 @@ SQLite is, the random comparison draws what no test lists.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -322,6 +323,89 @@ def test_what_waits_when_its_consumer_is_closed_goes_to_others_uncounted(
     assert not TransportRun.objects.using(alias).exists()
 
 
+def test_what_waits_after_all_is_not_counted_when_what_runs_kills_its_worker(
+    transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    # Given two pollers of a worker that has one free lane
+    one = subscribe()
+    with closing(transport.subscribe(["u"], "g", lease=LEASE)) as other:
+        for consumer, topic in ((one, "t"), (other, "u")):
+            for id in (b"before", topic.encode()):
+                transport.publish([OutgoingRecord(topic, b"{}", headers={names.ID: id})])
+            starts_at_once(consumer, 1)
+        # When both claim before either has put what it has got
+        runs, waits = one.poll(10, 0.0), other.poll(10, 0.0)
+        assert (len(runs), len(waits)) == (1, 1)
+        begin(one, runs)
+        clock.advance(5)
+        other.poll(0, 0.0)
+        # Then
+        assert transport.running() == {"t": "worker"}
+        assert begin(other, waits) == [1]
+        assert transport.running() == {"t": "worker", "u": "worker"}
+
+
+def test_what_cannot_begin_beside_others_is_not_begun_by_its_claim(
+    transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one message that its claim has begun, and one that it has not
+    publish(transport, "before", "a")
+    consumer, other = subscribe(), subscribe()
+    starts_at_once(consumer)
+    records = consumer.poll(10, 0.0)
+    consumer.begin_at_once("worker", lambda: 0)
+    publish(transport, "b")
+    records += consumer.poll(10, 0.0)
+    # When they begin together, and that cannot be noted
+    with monkeypatch.context() as patch, pytest.raises(OperationalError):
+        patch.setattr(consumer._runs, "store", raising)
+        begin(consumer, records)
+    consumer.close()
+    # Then neither runs
+    assert {id_of(each): each.deliveries for each in other.poll(10, 0.0)} == {"a": 0, "b": 0}
+
+
+def test_what_is_released_during_an_outage_is_not_begun(
+    transport: DatabaseTransport,
+    subscribe: Subscribe,
+    clock: SetClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(transport, "before", "a", "b")
+    consumer = subscribe()
+    starts_at_once(consumer)
+    records = {id_of(each): each for each in consumer.poll(10, 0.0)}
+    begin(consumer, [records["a"]])
+    # When the database refuses once
+    refusals, store = [OperationalError("away")], consumer._runs.store
+
+    def refuse_once(*arguments: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        store(*arguments)
+
+    monkeypatch.setattr(consumer._runs, "store", refuse_once)
+    consumer.release([records["b"]])
+    # Then it does not count as begun where it waits next
+    consumer.begin_at_once("worker", lambda: 0)
+    assert [id_of(each) for each in consumer.poll(10, 0.0)] == ["b"]
+    assert transport.running() == {"a": "worker"}
+
+
+@pytest.mark.parametrize("id", ["6ba7b810-9dad-11d1-80b4-00c04fd430c8:2", "order-1"])
+def test_what_a_worker_of_an_earlier_version_runs_is_told(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, id: str
+) -> None:
+    """It names messages by their ids as they are."""
+    publish(transport, id)
+    consumer = subscribe()
+    (record,) = consumer.poll(1, 0.0)
+    begin(consumer, [record])
+    messages = json.dumps({record.offset: id})
+    TransportRun.objects.using(alias).update(messages=messages)
+    assert transport.running() == {id: "worker"}
+
+
 def test_a_claim_that_was_not_answered_has_begun_nothing(
     transport: DatabaseTransport,
     subscribe: Subscribe,
@@ -350,6 +434,23 @@ def test_a_claim_that_was_not_answered_has_begun_nothing(
     assert not transport.running()
     let_lease_expire(consumer, clock)
     assert [each.deliveries for each in subscribe().poll(10, 0.0)] == [0, 0]
+
+
+def test_a_claim_that_takes_effect_when_nobody_waits_for_its_answer_keeps_nothing(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
+) -> None:
+    """Its server process waited for a lock while the connection broke."""
+    publish(transport, "runs", "claimed late")
+    consumer, other = subscribe(), subscribe()
+    begin(consumer, consumer.poll(1, 0.0))
+    rows = TransportMessage.objects.using(alias).filter(lease_token="")
+    rows.update(lease_token=consumer._token, lease_expires_at=clock.now() + LEASE)
+    # When its leases are renewed
+    for _ in range(2):
+        clock.advance(LEASE.total_seconds() / 2)
+        consumer.poll(0, 0.0)
+    # Then
+    assert [id_of(each) for each in other.poll(10, 0.0)] == ["claimed late"]
 
 
 def test_what_comes_back_and_waits_here_is_not_begun_by_its_claim(

@@ -107,11 +107,12 @@ def insert_rows(alias: str, rows: Sequence[MessageRow]) -> Sequence[int]:
     if store.may_copy(len(rows)):
         return _copy(alias, rows)
     connection: Any = connections[alias]
-    returns_ids = connection.features.can_return_rows_from_bulk_insert and not store.defers
     most = (connection.features.max_query_params or 65_535) // len(MessageRow._fields)
     chunks = list(_chunks(rows, min(MOST_ROWS, most)))
+    defers = store.defers and len(chunks) == 1  # what is put off goes as one text
+    returns_ids = connection.features.can_return_rows_from_bulk_insert and not defers
     statements = _statements(connection, chunks, returns_ids=returns_ids)
-    if store.defers:
+    if defers:
         for statement in statements:
             store.execute_with_next(*statement)
         return []

@@ -28,6 +28,8 @@ from kjo_django.store import store_for
 
 _KEPT = timedelta(days=1)
 _PRUNE_EVERY = 3600.0
+LONGEST_START = 1.0
+"""Seconds after which a message that its claim has named waits after all."""
 
 
 class Runs:
@@ -44,7 +46,7 @@ class Runs:
         self._ending = threading.Lock()
         """Held while runs are written of which something was taken out."""
         self._written: set[int] = set()
-        """These runs: their numbers are not used again meanwhile."""
+        """These runs: their numbers are not used again until they are written."""
         self._number_of: dict[int, int] = {}
         """The run of each message that is begun."""
         self._left: dict[int, dict[int, bytes]] = {}
@@ -52,8 +54,9 @@ class Runs:
         self._worker = ""
         self._free: list[int] = []
         """Numbers that may be used again; the smallest comes first."""
-        self._claimed: set[int] = set()
-        """Messages that their claims have named, and that have not begun yet."""
+        self._claimed: dict[int, float] = {}
+        """Messages that their claims have named, and that have not begun yet: since when
+        (monotonic)."""
         self._doubtful: list[int] = []
         """Numbers of runs that may name messages which are not theirs."""
         self._prune_at = -math.inf
@@ -81,7 +84,7 @@ class Runs:
         with self._lock:
             self._left[number] = dict(messages)
             self._number_of.update(dict.fromkeys(messages, number))
-            self._claimed.update(messages)
+            self._claimed.update(dict.fromkeys(messages, self._clock.monotonic()))
             self._drop_empty([number])
 
     def doubt(self, number: int) -> None:
@@ -91,6 +94,7 @@ class Runs:
 
     def end_doubt(self) -> None:
         """Let such runs name nothing: what they name would count when it is claimed again."""
+        self.end(())
         while self._doubtful:
             number = self._doubtful[-1]
             self.store(number, {})
@@ -98,9 +102,18 @@ class Runs:
                 self._doubtful.pop()
                 self._drop(number)
 
-    def only_claimed(self, messages: Iterable[int]) -> list[int]:
-        """Return those of the messages that their claims have named, and that have not begun."""
-        return [each for each in messages if each in self._claimed]
+    def end_claimed(self, messages: Iterable[int]) -> None:
+        """Note durably that those of the messages do not run that their claims have named, and that
+        have not begun."""
+        self._end(messages, self._claimed)
+
+    def end_waiting(self) -> None:
+        """Note durably that what has not begun long after its claim does not run: it waits, and is
+        not to count if what runs meanwhile kills its worker."""
+        late = self._clock.monotonic() - LONGEST_START
+        waiting = [each for each, since in self._claimed.copy().items() if since <= late]
+        if waiting:
+            self.end_claimed(waiting)
 
     # --- Begun and ended --------------------------------------------------------------------------
 
@@ -112,10 +125,16 @@ class Runs:
         :param worker: the token of the worker that runs them.
         """
         with self._lock:
-            new = {each: id for each, id in messages.items() if each not in self._claimed}
-            self._claimed.difference_update(messages)
-        if new:
+            claimed = {each: self._claimed.pop(each) for each in messages if each in self._claimed}
+        new = {each: id for each, id in messages.items() if each not in claimed}
+        if not new:
+            return
+        try:
             self._write(new, worker)
+        except BaseException:
+            with self._lock:  # none of them begins
+                self._claimed.update(claimed)
+            raise
 
     def _write(self, messages: Mapping[int, bytes], worker: str) -> None:
         with self._lock:
@@ -136,24 +155,26 @@ class Runs:
             self._drop_empty(self._take_out(messages))
 
     def end(self, messages: Iterable[int]) -> None:
-        """Note durably that these messages do not run, though they stay this consumer's."""
+        """Note durably that these messages do not run, though they stay this consumer's. What the
+        database refuses is written the next time."""
+        self._end(messages, self._number_of)
+
+    def _end(self, messages: Iterable[int], among: Mapping[int, object]) -> None:
         with self._ending:
             with self._lock:
-                self._written = self._take_out(messages)
+                self._written |= self._take_out([each for each in messages if each in among])
                 left = {number: dict(self._left[number]) for number in self._written}
-            try:
-                for number, messages_left in left.items():
-                    self.store(number, messages_left)
-            finally:
+            for number, messages_left in left.items():
+                self.store(number, messages_left)
                 with self._lock:
-                    self._written = set()
-                    self._drop_empty(left)
+                    self._written.discard(number)
+                    self._drop_empty([number])
 
     def _take_out(self, messages: Iterable[int]) -> set[int]:
         """Take messages out of their runs, and return these; the caller holds the lock."""
         touched: set[int] = set()
         for each in messages:
-            self._claimed.discard(each)
+            self._claimed.pop(each, None)
             if (number := self._number_of.pop(each, None)) is not None:
                 touched.add(number)
                 self._left[number].pop(each)
@@ -169,7 +190,7 @@ class Runs:
     def close(self) -> None:
         """Delete what is written, unless some of it still runs."""
         with self._lock:
-            if self._number_of.keys() - self._claimed:
+            if self._number_of.keys() - self._claimed.keys():
                 return
         TransportRun.objects.using(self._alias).filter(consumer=self._consumer).delete()
 
@@ -255,9 +276,18 @@ def _begun(alias: str, message_ids: Collection[str] | None) -> dict[int, tuple[s
         int(id): (consumer, worker, message_id)
         for consumer, worker, messages in runs.values_list("consumer", "worker", "messages")
         for id, stored in json.loads(messages).items()
-        for message_id in [base64.b64decode(stored or "").decode("utf-8", "replace")]
+        for message_id in [_message_id(stored or "")]
         if message_ids is None or message_id in message_ids
     }
+
+
+def _message_id(stored: str) -> str:
+    """Return the id of a message as a run has it: in base64, as its headers are. A worker of an
+    earlier version writes it as it is."""
+    try:
+        return base64.b64decode(stored, validate=True).decode("utf-8", "replace")
+    except ValueError:
+        return stored
 
 
 def _leased(alias: str, clock: Clock, ids: Collection[int]) -> Iterable[tuple[int, str]]:

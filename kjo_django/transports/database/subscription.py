@@ -198,6 +198,7 @@ class DatabaseSubscription(LeasedSubscription):
             if deadline <= self._clock.monotonic():
                 self._plan.ask_now()
             self._write_settled()
+            self._runs.end_waiting()
             if (now := self._clock.monotonic()) >= self._renew_at:
                 if self._owned:
                     self._renew()
@@ -230,7 +231,10 @@ class DatabaseSubscription(LeasedSubscription):
                 free = rows.order_by("id").select_for_update(skip_locked=True)
                 ids = free.values_list("id", flat=True)
                 count = _change(self._alias, _RENEW, [moment, self._token], ids)
-        if count < len(owned):
+        if count > len(owned):
+            # A claim that was not answered has taken effect after strays were looked for.
+            self._may_have_strays = True
+        elif count < len(owned):
             present = set(rows.values_list("id", flat=True))
             self._look_at({id for _, id in owned} - present)
         self._renewed_at = began
@@ -862,12 +866,11 @@ class DatabaseSubscription(LeasedSubscription):
     def release(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay leased, until it is asked again."""
         mine = self._mine(records)
-        named = self._runs.only_claimed(id for _, id in mine)
+        ids = [id for _, id in mine]
 
         def free() -> None:
-            if named:
-                self._runs.end(named)
-            self._free(id for _, id in mine)
+            self._runs.end_claimed(ids)
+            self._free(ids)
 
         if not self._insist(free):
             self._may_have_strays = True

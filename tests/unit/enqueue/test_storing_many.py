@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from django.db import connection, transaction
+from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 
 from kjo_django.engine.handler.savepoint import LazySavepoint
@@ -170,3 +171,13 @@ def test_a_query_wrapper_of_others_is_given_texts_only(postgres, copied_tables):
     # Then
     assert (kinds, copied_tables) == ({str}, [])
     assert Job.objects.count() == 100
+
+
+@pytest.mark.postgres
+def test_none_is_stored_in_a_transaction_that_is_going_to_be_undone(postgres, copied_tables):
+    with transaction.atomic():
+        with pytest.raises(ZeroDivisionError), transaction.atomic(savepoint=False):
+            raise ZeroDivisionError
+        with pytest.raises(TransactionManagementError):
+            write.enqueue_many([{"job": str(n)} for n in range(100)])
+    assert copied_tables == []

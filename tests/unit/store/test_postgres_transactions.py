@@ -25,6 +25,7 @@ from kjo_django.models import (
 )
 from kjo_django.store import postgres, store_for
 from kjo_django.store.postgres import _begin, begin_with_first_query
+from kjo_django.transports.database.insertion import MOST_ROWS
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, Bench, as_job, benched
@@ -246,6 +247,33 @@ def test_in_a_transaction_of_the_callers_a_job_is_there_at_once():
         assert Job.objects.count() == TransportMessage.objects.count() == 1
         transaction.set_rollback(True)
     assert Job.objects.count() == TransportMessage.objects.count() == 0
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_beside_a_query_wrapper_of_others_many_messages_are_not_one_text(sent):
+    """It would be longer than the server takes."""
+    ids = list(map(str, range(2 * MOST_ROWS)))
+    with connection.execute_wrapper(lambda execute, *query: execute(*query)):
+        ledger.write.enqueue_many([{"job": id} for id in ids], ids=ids)
+    assert Job.objects.count() == TransportMessage.objects.count() == len(ids)
+    assert max(text.count("INSERT INTO kjo_transport_message") for text in sent) == 1
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_what_comes_after_a_job_that_the_caller_commits_is_a_transaction_too():
+    """Without autocommit a caller begins and ends transactions by hand."""
+    transaction.set_autocommit(False)
+    try:
+        ledger.write.enqueue(job="first")
+        transaction.commit()
+        TransportSubscription.objects.create(topic="ledger", consumer_group="g")
+        transaction.rollback()
+        ledger.write.enqueue(job="second")
+        transaction.rollback()
+    finally:
+        transaction.set_autocommit(True)
+    assert Job.objects.count() == TransportMessage.objects.count() == 1
+    assert not TransportSubscription.objects.exists()
 
 
 def test_in_a_savepoint_nothing_waits_for_the_commit(sent):
