@@ -724,6 +724,23 @@ def test_an_idle_consumer_is_woken_for_what_is_due_before_what_it_waits_for(
     assert clock.monotonic() - began == pytest.approx(0.2, abs=0.05)
 
 
+def test_what_was_published_for_no_group_is_claimed_as_soon_as_it_is_adopted(
+    transport: DatabaseTransport, listening: DatabaseSubscription, alias: str, clock: SetClock
+) -> None:
+    """A publisher that saw no group may commit after a consumer has registered one."""
+    # Given an idle consumer
+    assert listening.poll(10, 1) == []
+    # When
+    publish(transport, "a1")
+    TransportMessage.objects.using(alias).update(consumer_group="")
+    listening._housekeep_at = clock.monotonic()
+    # Then it does not wait for its next look
+    began = clock.monotonic()
+    assert listening._plan.is_idle
+    assert texts(listening.poll(10, 5)) == ["a1"]
+    assert clock.monotonic() == began
+
+
 def test_what_others_hold_of_a_key_is_looked_for_though_publications_are_heard(
     transport: DatabaseTransport, subscribe: Subscribe, clock: SetClock
 ) -> None:

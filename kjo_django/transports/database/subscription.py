@@ -685,8 +685,9 @@ class DatabaseSubscription(LeasedSubscription):
                 subscriptions.get_or_create(topic=topic, consumer_group=self._group)
         if len(known) < len(self._topics):
             self._on_registered()
-        if any(known.values()) or len(known) < len(self._topics):
-            orphans.update(consumer_group=self._group)
+        may_adopt = any(known.values()) or len(known) < len(self._topics)
+        if may_adopt and orphans.update(consumer_group=self._group):
+            self._plan.expect_more()
         self._runs.prune()
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
