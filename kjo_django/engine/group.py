@@ -76,7 +76,7 @@ from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout, TransactionEndedError
 from kjo_django.limits.limiter import Limiter, Sorted
 from kjo_django.limits.lines import Line
-from kjo_django.limits.rules import Limit
+from kjo_django.limits.rules import Limit, computes_key
 from kjo_django.logs import contain_others, get_logger
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
@@ -440,6 +440,8 @@ class Pipeline:
     def _run_limited(self, deliveries: list[Delivery], running: Departed | None) -> list[Delivery]:
         """Run what the limits permit now; settle what has to wait in line for them, and release
         what comes next there. Returns the deferred."""
+        if computed := [each for each in deliveries if computes_key(each.handler)]:
+            self._leases.begin(computed)  # that may end the worker, as a handler may
         limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
         if not limited:
             return self._run_claimed(deliveries, running, is_permitted=True)
@@ -504,10 +506,21 @@ class Pipeline:
             registry.limited or self._runtime.limit_controls or self.limiter.has_limited_queues
         ):
             return self._run_limited(deliveries, running)
+        if any(each.has_own_lease for each in deliveries):
+            deliveries, others = self._begin(deliveries)
+            if others and deliveries:
+                return others + self._run_claimed(deliveries, running, is_permitted=True)
+            if others:
+                return others
         if deliveries[0].mode is not Mode.ATOMIC:
             return self._run_leased(deliveries, running)
         if len(deliveries) == 1:
             return self._settle(self._run_alone(deliveries[0]))
+        return self._run_together(deliveries)
+
+    def _run_together(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Admit, run and settle deliveries in one transaction, or one by one if that fails; returns
+        the deferred."""
         try:
             attempts = self._run_in_transaction(deliveries)
         except Exception as error:
@@ -524,6 +537,14 @@ class Pipeline:
         else:
             return self._settle(attempts)
         return self._run_one_by_one(deliveries, kept)
+
+    def _begin(self, deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:
+        """Note durably that deliveries run, so that the death of this worker counts for them.
+        Return those that may run, and those that others have by now, with what comes after these.
+        """
+        begun, held_back = self._leases.begin(deliveries), HeldBack()
+        held_back.defer(each for each in deliveries if each not in begun)
+        return held_back.split(deliveries)
 
     def _run_one_by_one(
         self, deliveries: Sequence[Delivery], ended: Sequence[Attempt]

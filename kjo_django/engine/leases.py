@@ -112,12 +112,12 @@ class LeaseBook:
 
     def claim(self, deliveries: Sequence[Delivery], ttl: timedelta | None = None) -> list[Claim]:
         """Claim the leases of deliveries that are free; see ``release_abandoned`` for the rest. A
-        delivery whose record has a lease of its own is begun under that one.
+        delivery whose record has a lease of its own owns that one; ``begin`` notes that it runs.
 
         :param ttl: of leases of coordination, where their queue has its own.
         """
         if any(delivery.has_own_lease for delivery in deliveries):
-            return self._begin(deliveries, ttl)
+            return self._claim_records(deliveries, ttl)
         ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
         if self._breaker.is_open():
             return self._own_unasked(deliveries)
@@ -288,21 +288,33 @@ class LeaseBook:
 
     # --- Leases of records ------------------------------------------------------------------------
 
-    def _begin(self, deliveries: Sequence[Delivery], ttl: timedelta | None) -> list[Claim]:
-        """Begin deliveries under the leases of their records, and claim those of the others."""
+    def _claim_records(self, deliveries: Sequence[Delivery], ttl: timedelta | None) -> list[Claim]:
+        """Count deliveries whose records have leases, and claim the leases of the others."""
         others = [each for each in deliveries if not each.has_own_lease]
         claims = dict(zip(others, self.claim(others, ttl), strict=True)) if others else {}
         own = (each for each in deliveries if each.has_own_lease)
-        for subscription, begun in _by_subscription(own).items():
-            counts = subscription.begin([each.record for each in begun], self.token)
-            for delivery, noted in zip(begun, counts, strict=True):
+        for subscription, counted in _by_subscription(own).items():
+            counts = subscription.count_deliveries([each.record for each in counted])
+            for delivery, known in zip(counted, counts, strict=True):
                 # Where its COMMIT was not answered, its record may have been settled with it: the
                 # marker tells.
-                count = noted or int(delivery.attempt is not None)
+                count = known or int(delivery.attempt is not None)
                 claims[delivery] = Claim(count > 0, count)
                 if count:
                     self.owned.setdefault(delivery, Owned()).claims = count
         return [claims[each] for each in deliveries]
+
+    def begin(self, deliveries: Sequence[Delivery]) -> Collection[Delivery]:
+        """Note durably that claimed deliveries are about to run, so that the death of this worker
+        counts for them; return those that are this worker's still. A lease of coordination counts
+        from its claim on."""
+        mine = {each for each in deliveries if not each.has_own_lease}
+        own = (each for each in deliveries if each.has_own_lease)
+        for subscription, begun in _by_subscription(own).items():
+            counts = subscription.begin([each.record for each in begun], self.token)
+            each_count = zip(begun, counts, strict=True)
+            mine.update(each for each, count in each_count if count or each.attempt is not None)
+        return mine
 
     def died_among(self, workers: Collection[str]) -> Collection[str]:
         """Return those of the workers that have died, whose records' leases have run out. None of

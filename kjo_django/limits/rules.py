@@ -63,6 +63,11 @@ def is_limited(runtime: Runtime, handler: Handler, queue: QueueConf) -> bool:
     )
 
 
+def computes_key(handler: Handler) -> bool:
+    """Return whether code of the project's is called to tell the limits of a job."""
+    return callable(handler.options.rate_key) or callable(handler.options.concurrency_key)
+
+
 def limits_of(
     runtime: Runtime, handler: Handler, queue: QueueConf, payload: bytes, content_type: str
 ) -> list[Limit]:

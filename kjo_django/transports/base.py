@@ -237,6 +237,11 @@ class Subscription(abc.ABC):
     counts_deliveries: bool = False
     """Whether ``begin`` counts, see ``Capabilities``."""
 
+    def count_deliveries(self, records: Sequence[Record]) -> list[int]:
+        """Return for each of the records what ``begin`` would return now, and note nothing. Any
+        thread may call it."""
+        return [1] * len(records)
+
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
         """Note durably that these records are about to run, and return for each how often it was
         begun since its last durable outcome, this time included; 0 of one that is not this

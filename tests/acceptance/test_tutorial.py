@@ -43,14 +43,15 @@ class Reader:
         self.terminal = folder / "second-terminal"
         """What the worker prints."""
         self._worker: subprocess.Popen[bytes] | None = None
-        self._is_consuming = False
+        self._worker_command = ""
+        """What a page has told to type in the second terminal."""
 
     def write(self, path: str, code: str) -> None:
         """Write a file; of the settings, the part that is shown."""
         file = self.folder / path
         is_part = file.name == "settings.py"
         file.write_text(f"{file.read_text()}\n{code}" if is_part else code)
-        if self._is_consuming:  # "and the worker started again"
+        if self._worker_command:  # "and the worker started again"
             self.end()
             self.consume()
 
@@ -59,6 +60,7 @@ class Reader:
         lines = [line for line in commands.splitlines() if not ENVIRONMENT.match(line)]
         code = "\n".join(lines).replace("createsuperuser", "createsuperuser --noinput")
         if "kjo_consume" in code:
+            self._worker_command = code
             self.consume()
             return
         if not code.strip() or "runserver" in code:
@@ -67,6 +69,7 @@ class Reader:
 
         def succeeds() -> bool:
             nonlocal told
+            self._assert_worker_runs()
             done = subprocess.run(
                 ["bash", "-ec", code],
                 cwd=self.folder,
@@ -99,13 +102,19 @@ class Reader:
         return "MAILERS" in (self.folder / "mysite" / "settings.py").read_text()
 
     def consume(self) -> None:
-        """Start the worker of the second terminal."""
-        self._is_consuming = True
-        command = [self.python, "manage.py", "kjo_consume"]
+        """Start the worker of the second terminal, by the command of the page."""
+        command = ["bash", "-ec", f"exec {self._worker_command}"]
         with self.terminal.open("ab") as terminal:
             self._worker = subprocess.Popen(
                 command, cwd=self.folder, env=self.environment, stdout=terminal, stderr=terminal
             )
+
+    def _assert_worker_runs(self) -> None:
+        """Fail where the worker has ended by itself, with what it has printed."""
+        code = None if self._worker is None else self._worker.poll()
+        assert code is None, (
+            f"{self._worker_command!r} ended with {code}: {self.terminal.read_text()[-3000:]}"
+        )
 
     def end(self) -> None:
         if self._worker is not None:

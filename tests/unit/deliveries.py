@@ -312,6 +312,7 @@ def take_over(worker: Bench, deliveries: Sequence[Delivery]) -> list[Delivery]:
             get_coordination().release(names, owner)
         taken = [worker.read(delivery.record) for delivery in deliveries]
     assert all(claim.acquired for claim in worker.leases.claim(taken))
+    assert {*worker.leases.begin(taken)} == {*taken}
     return taken
 
 

@@ -64,6 +64,10 @@ class Runs:
     def __contains__(self, message: int) -> bool:
         return message in self._number_of and message not in self._claimed
 
+    def names(self, message: int) -> bool:
+        """Return whether a message is begun, or its claim has named it."""
+        return message in self._number_of
+
     # --- Begun by their claims --------------------------------------------------------------------
 
     def reserve(self, worker: str) -> int | None:

@@ -718,6 +718,11 @@ class DatabaseSubscription(LeasedSubscription):
             self._runs.doubt(begins.number)
             self._may_have_strays = True
 
+    def count_deliveries(self, records: Sequence[Record]) -> list[int]:
+        """See ``runs``."""
+        mine = self._still_mine(records)
+        return [each.deliveries + 1 if each.token in mine else 0 for each in records]
+
     def begin(self, records: Sequence[Record], worker: str) -> list[int]:
         """See ``runs``."""
         mine = self._still_mine(records)
@@ -765,9 +770,8 @@ class DatabaseSubscription(LeasedSubscription):
     def end(self, records: Sequence[Record], deliveries: Sequence[int]) -> None:
         """See ``runs``. Once it is closed, they go to others."""
         each_count = zip(records, deliveries, strict=True)
-        begun = [(each, count) for each, count in each_count if each.offset in self._runs]
-        self._store_counts([(each, count) for each, count in begun if each.deliveries != count])
-        ids = [each.offset for each, _ in begun]
+        self._store_counts([each for each in each_count if each[0].deliveries != each[1]])
+        ids = [each.offset for each in records if self._runs.names(each.offset)]
         self._runs.end(ids)
         if self._is_closed:
             self._free(ids)
