@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,13 @@ class Run:
     boundary: Boundary
 
 
+class Round(threading.local):
+    """What a thread has started in its round."""
+
+    def __init__(self) -> None:
+        self.started: set[str] = set()
+
+
 class Limited:
     """Handlers with limits, which note when they start and how many of them run at once."""
 
@@ -60,8 +68,14 @@ class Limited:
         self.starts: dict[str, list[float]] = {}
         self.renewed_at: dict[Boundary, float] = {}
         """When each process last renewed what it holds."""
+        self._round = Round()
         self._running: list[Run] = []
         self._problems: list[str] = []
+
+    def begin_round(self) -> None:
+        """Note that this thread begins another round: of a lane, another group. What a group calls
+        once more has been undone, and goes on in the same attempt: it starts once."""
+        self._round.started = set()
 
     def _declare(self, kind: str, **options: Any) -> Any:
         for name in ("rate_key", "concurrency_key"):
@@ -89,7 +103,9 @@ class Limited:
         boundary = current()
         assert boundary is not None
         run = Run(limit_of(kind, name), boundary)
-        self.starts.setdefault(run.limit, []).append(time.monotonic())
+        if name not in self._round.started:
+            self._round.started.add(name)
+            self.starts.setdefault(run.limit, []).append(time.monotonic())
         self._running.append(run)
         at_once = sum(each.limit == run.limit and self._holds(each) for each in self._running)
         slots = LIMITS[kind].get("concurrency")

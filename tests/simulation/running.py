@@ -92,6 +92,7 @@ class Simulated(Process):
 
     :param fiber: returns a fiber for a thread of this name.
     :param on_renewed: called whenever it has renewed what it holds.
+    :param on_round: called before each round of one of its threads.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Simulated(Process):
         fiber: Callable[[str], Fiber],
         clock: Clock,
         on_renewed: Callable[[float], None],
+        on_round: Callable[[], None],
     ) -> None:
         self.simulated = boundary
         self._clock = clock
         self._on_renewed = on_renewed
+        self._on_round = on_round
         super().__init__(name, QUEUES, boundary, lanes=2, ticks=True)
         self._fiber = fiber
         self.fibers: dict[str, Fiber] = {}
@@ -136,6 +139,7 @@ class Simulated(Process):
             "line": self._advance_lines,
             "tick": self._tick,
         }
+        self._on_round()
         return self._step(steps[name.removesuffix("-2")])
 
     def turn(self, *, beats: bool = True) -> bool:
@@ -498,6 +502,7 @@ class Simulation(World):
             self._fiber,
             self.clock,
             partial(renewed_at.__setitem__, boundary),
+            self.limited.begin_round,
         )
         self.by_number[number] = process
         self.processes.append(process)

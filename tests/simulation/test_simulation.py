@@ -324,6 +324,19 @@ def test_a_limit_that_is_not_obeyed_is_found(
     assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
 
 
+@in_memory
+def test_what_a_group_calls_once_more_has_started_once(simulation: Simulation) -> None:
+    # Given two jobs of one rate, which start together
+    steps = [Step("start", 0)]
+    steps += [Step("enqueue", 0, ("rated", name, "completed")) for name in ("f82.2", "f88.1")]
+    steps += [Step("relay", 0), Step("poll", 0), Step("poll", 0)]
+    # When their transaction is refused, and they run one by one
+    steps += [Step("lane", 0, fault="raises-before", at="UPDATE kjo_job")]
+    # Then
+    assert problems_of(simulation, steps) == []
+    assert [len(starts) for starts in simulation.limited.starts.values()] == [2]
+
+
 @pytest.mark.long
 @in_memory
 def test_slots_that_are_not_obeyed_are_found_by_drawn_schedules(

@@ -134,6 +134,7 @@ def test_what_fails_for_another_reason_runs_once_an_attempt(_database):
     assert Job.objects.filter(state="failed", attempts=1).exists()
 
 
+@pytest.mark.promise("undone-start")
 @every_database
 def test_a_job_with_a_limit_runs_again_without_another_permit(_database):
     # Given
