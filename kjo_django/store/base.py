@@ -173,8 +173,8 @@ class Store:
 
     @property
     def defers(self) -> bool:
-        """Whether new rows whose ids nobody needs may be sent with the commit of the present
-        transaction: what the database refuses of them is raised at its end."""
+        """Whether new rows whose ids nobody needs may be sent at the end of the present block of
+        ``transaction``: what the database refuses of them is raised there."""
         return False
 
     def execute_alone(self, sql: str, values: Sequence[Any]) -> int:

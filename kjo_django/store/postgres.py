@@ -163,15 +163,19 @@ def _execute_behind(
 
 
 class _Along:
-    """What takes no round trip of its own in one transaction: it goes along with the next query, or
-    with the commit."""
+    """What takes no round trip of its own in one block of ``transaction``: it goes along with the
+    next query, with the commit, or with the last query of a block within a transaction.
+
+    :param depth: how many blocks of ``atomic()`` are open in it.
+    """
 
     def __init__(
-        self, execute: Callable[[str, Sequence[Any]], Any], *, defers: bool = False
+        self, execute: Callable[[str, Sequence[Any]], Any], depth: int = 1, *, defers: bool = False
     ) -> None:
         self._execute = execute
+        self.depth = depth
         self.defers = defers
-        """Whether the first statement of the transaction may be among them."""
+        """Whether the first statement of the block may be among them."""
         self.before: list[_Statement] = []
         """Statements that are sent in front of the next query."""
         self.leases: list[tuple[list[str], str]] = []
@@ -242,10 +246,12 @@ class PostgresStore(Store):
             begin it in its own way.
         """
         connection = connections[self.alias]
-        along = _Along(self._execute, defers=defers and not calls_handlers)
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
-            if len(connection.atomic_blocks) > 1:
-                yield
+            depth = len(connection.atomic_blocks)
+            along = _Along(self._execute, depth, defers=defers and not calls_handlers)
+            if depth > 1:
+                with self._together(along) if along.defers else nullcontext():
+                    yield
                 return
             opening = () if waits_for_disk else (_NO_WAIT_FOR_DISK,)
             # One that the caller commits is psycopg's to begin: it would stay in autocommit.
@@ -265,6 +271,20 @@ class PostgresStore(Store):
         for names, token in along.leases:  # the COMMIT could not take them along
             self.delete_leases(names, token)
 
+    @contextmanager
+    def _together(self, along: _Along) -> Iterator[None]:
+        """Send what the block puts off in one round trip at its end, within the transaction of the
+        caller's: what the database refuses of it is raised there."""
+        wrappers = connections[self.alias].execute_wrappers
+        wrappers.append(along)
+        try:
+            yield
+            if along.before:  # also where the caller's transaction is broken: that raises, then
+                before, along.before = along.before, []
+                self.execute_all(before)
+        finally:
+            wrappers.remove(along)
+
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
         """Send it in front of the next query of a transaction that ``transaction`` has begun."""
         along, driver = self._along(), connections[self.alias].connection
@@ -277,10 +297,10 @@ class PostgresStore(Store):
 
     @property
     def defers(self) -> bool:
-        """In a transaction that ``transaction`` has begun for that, and in no savepoint of it: what
-        is undone with one must not be sent later."""
+        """In a block of ``transaction`` that is for that, and in no savepoint within it: what is
+        undone with one must not be sent later."""
         along, blocks = self._along(), connections[self.alias].atomic_blocks
-        return along is not None and along.defers and len(blocks) == 1
+        return along is not None and along.defers and len(blocks) == along.depth
 
     def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
         """Execute it in one round trip, its transaction included."""
@@ -289,9 +309,13 @@ class PostgresStore(Store):
         return int(changed)
 
     def _along(self) -> _Along | None:
-        """Return what takes statements that go along in the present transaction, if it is ours."""
+        """Return what takes statements that go along in the present block, if it is ours."""
+        return next(reversed(self._all_along()), None)
+
+    def _all_along(self) -> list[_Along]:
+        """Return that of each open block, the outermost first."""
         wrappers = connections[self.alias].execute_wrappers
-        return next((each for each in wrappers if isinstance(each, _Along)), None)
+        return [each for each in wrappers if isinstance(each, _Along)]
 
     sends_several = True
     changing = ("set_config", "advisory_lock", "into temp")
@@ -733,7 +757,7 @@ class PostgresStore(Store):
         then, in an order that claims do not keep. Those that somebody has locked just then are
         deleted afterwards: nothing that waits, and may be refused for it, follows a COMMIT."""
         listed = list(names)
-        if (along := self._along()) is not None:
+        if (along := next(iter(self._all_along()), None)) is not None and along.depth == 1:
             along.leases.append((listed, token))
         elif connections[self.alias].in_atomic_block:
             self._execute(_DELETE_LEASES, [listed, token])

@@ -14,6 +14,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from django.db import DataError, ProgrammingError, connection, transaction
+from django.db.transaction import TransactionManagementError
 
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import (
@@ -284,7 +285,72 @@ def test_in_a_savepoint_nothing_waits_for_the_commit(sent):
             assert not store.defers
     with store.transaction():
         assert not store.defers
+        with store.transaction(defers=True):
+            assert store.defers
+        assert not store.defers
     assert not store.defers
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_within_a_transaction_a_job_and_its_message_take_one_round_trip(sent):
+    ledger.write.enqueue(job="first")  # also finds out which groups there are
+    with transaction.atomic():
+        Entry.objects.create(job="the caller's")
+        del sent[:]
+        # When
+        job = ledger.write.enqueue(job="second")
+        # Then
+        (text,) = sent
+        inserted = re.findall(r"BEGIN|INSERT INTO \S+|COMMIT", text)
+        assert inserted == ["INSERT INTO kjo_job", "INSERT INTO kjo_transport_message"]
+        assert Job.objects.get(pk=job.job_id).state == "queued"
+        assert TransportMessage.objects.count() == 2
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_a_job_that_is_refused_within_a_transaction_leaves_the_callers_savepoint_usable(sent):
+    with transaction.atomic():
+        Entry.objects.create(job="the caller's")
+        with pytest.raises(DataError), transaction.atomic(), connection.execute_wrapper(_spoil):
+            ledger.write.enqueue(job="refused")
+        ledger.write.enqueue(job="stored")
+    assert entries() == ["the caller's"]
+    assert Job.objects.count() == TransportMessage.objects.count() == 1
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_a_job_of_a_broken_transaction_is_refused():
+    """Django undoes such a transaction without an error, and the job with it."""
+    with transaction.atomic():
+        transaction.set_rollback(True)
+        with pytest.raises(TransactionManagementError):
+            ledger.write.enqueue(job="a")
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_what_a_group_puts_off_stays_in_front_of_a_job_that_its_handler_enqueues(sent):
+    store = store_for("default")
+    ledger.write.enqueue(job="first")
+    store.claim_leases(["lease"], "me", timedelta(minutes=1))
+    with store.transaction():
+        asked("SELECT 1")
+        store.execute_with_next(ADD, ["a"])
+        ledger.write.enqueue(job="second")
+        assert sent[-1].index(ADD.partition(" (")[0]) < sent[-1].index("INSERT INTO kjo_job")
+        # And leases that are deleted in between go behind the commit
+        with store.transaction(defers=True):
+            store.delete_leases(["lease"], "me")
+    assert any(text.startswith("COMMIT; ") for text in sent)
+    assert not Lease.objects.exists()
+    assert Job.objects.count() == TransportMessage.objects.count() == 2
+
+
+def test_leases_are_deleted_in_a_block_within_the_callers_transaction_too(sent):
+    store = store_for("default")
+    store.claim_leases(["lease"], "me", timedelta(minutes=1))
+    with transaction.atomic(), store.transaction(defers=True):
+        store.delete_leases(["lease"], "me")
+    assert not Lease.objects.exists()
 
 
 def _spoil(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
