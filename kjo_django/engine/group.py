@@ -440,7 +440,9 @@ class Pipeline:
     def _run_limited(self, deliveries: list[Delivery], running: Departed | None) -> list[Delivery]:
         """Run what the limits permit now; settle what has to wait in line for them, and release
         what comes next there. Returns the deferred."""
-        if computed := [each for each in deliveries if computes_key(each.handler)]:
+        if computed := [
+            each for each in deliveries if computes_key(each.handler, each.message.content_type)
+        ]:
             self._leases.begin(computed)  # that may end the worker, as a handler may
         limited = self.limiter.limits_of(deliveries) if self._is_workers else {}
         if not limited:

@@ -93,6 +93,8 @@ class Leases(SlotLeases, Protocol):
 
     def permit(self, asks: Sequence[Ask], used: Sequence[Used]) -> list[Permit]: ...
     def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]: ...
+    def has_slot(self, lease: str) -> bool: ...
+    def has_lost_slot(self, lease: str) -> bool: ...
 
 
 class Wait(NamedTuple):
@@ -253,7 +255,8 @@ class Limiter:
         }
         self._ask_rates(paced, crowded, waits, found)
         starting = [d for d in limited if d not in waits]
-        self._ask_slots([d for d in starting if limited[d][0].slots], limited, waits)
+        slotted = [d for d in starting if limited[d][0].slots and not self._keeps_slot(d)]
+        self._ask_slots(slotted, limited, waits)
         for delivery in starting:
             waits.setdefault(delivery, Wait(limited[delivery][0], 0.0))
         return waits
@@ -400,6 +403,12 @@ class Limiter:
                 waits[delivery] = Wait(slowest, max(seconds, MOMENT))
                 continue
             found.advanced.update(limit for limit in rates if limit.name in crowded)
+
+    def _keeps_slot(self, delivery: Delivery) -> bool:
+        """Return whether a delivery surely has a slot: its group begins anew after an outage."""
+        is_sure = limit_state_of(delivery).slot_until > self._runtime.clock.monotonic()
+        has_any = is_sure and self._leases.has_slot(delivery.lease)
+        return has_any and not self._leases.has_lost_slot(delivery.lease)
 
     def _ask_slots(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.starts import Pace
 from kjo_django.logs import get_logger
-from kjo_django.messages.serializers import load_value, storable_text
+from kjo_django.messages.serializers import JSON, load_value, storable_text
 from kjo_django.models import LimitControl
 from kjo_django.registry import Handler
 from kjo_django.runtime import Runtime
@@ -63,9 +63,12 @@ def is_limited(runtime: Runtime, handler: Handler, queue: QueueConf) -> bool:
     )
 
 
-def computes_key(handler: Handler) -> bool:
-    """Return whether code of the project's is called to tell the limits of a job."""
-    return callable(handler.options.rate_key) or callable(handler.options.concurrency_key)
+def computes_key(handler: Handler, content_type: str) -> bool:
+    """Return whether code of the project's, or of a serializer's, is called to tell the limits of a
+    job."""
+    keys = handler.options.rate_key, handler.options.concurrency_key
+    is_read = content_type != JSON.content_type
+    return any(callable(key) or (is_read and key is not None) for key in keys)
 
 
 def limits_of(

@@ -164,16 +164,20 @@ def _execute_behind(
 
 class _Along:
     """What takes no round trip of its own in one block of ``transaction``: it goes along with the
-    next query, with the commit, or with the last query of a block within a transaction.
+    next query, with the commit, or with the end of a block within a transaction of the caller's.
 
-    :param depth: how many blocks of ``atomic()`` are open in it.
+    :param block: the block of ``atomic()``, if it stays for another statement.
     """
 
     def __init__(
-        self, execute: Callable[[str, Sequence[Any]], Any], depth: int = 1, *, defers: bool = False
+        self,
+        execute: Callable[[str, Sequence[Any]], Any],
+        block: transaction.Atomic | None = None,
+        *,
+        defers: bool = False,
     ) -> None:
         self._execute = execute
-        self.depth = depth
+        self.block = block
         self.defers = defers
         """Whether the first statement of the block may be among them."""
         self.before: list[_Statement] = []
@@ -185,7 +189,7 @@ class _Along:
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
         """Execute a query; see ``connection.execute_wrapper``."""
-        if not self.before:
+        if not self.before or self.block not in context["connection"].atomic_blocks:
             return execute(sql, params, many, context)
         before, self.before = self.before, []
         if _goes_along(context["cursor"].cursor, sql, params, many):
@@ -246,11 +250,14 @@ class PostgresStore(Store):
             begin it in its own way.
         """
         connection = connections[self.alias]
-        with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
-            depth = len(connection.atomic_blocks)
-            along = _Along(self._execute, depth, defers=defers and not calls_handlers)
-            if depth > 1:
-                with self._together(along) if along.defers else nullcontext():
+        block = transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable)
+        with block:
+            along = _Along(self._execute, block, defers=defers and not calls_handlers)
+            if len(connection.atomic_blocks) > 1:
+                # In a worker's transaction the next query may have a savepoint of its handler's to
+                # open, which is to have all of this within it.
+                is_workers = any(map(_is_ours, connection.execute_wrappers))
+                with self._together(along) if along.defers and not is_workers else nullcontext():
                     yield
                 return
             opening = () if waits_for_disk else (_NO_WAIT_FOR_DISK,)
@@ -286,7 +293,7 @@ class PostgresStore(Store):
             wrappers.remove(along)
 
     def execute_with_next(self, sql: str, values: Sequence[Any]) -> None:
-        """Send it in front of the next query of a transaction that ``transaction`` has begun."""
+        """Send it in front of the next query, or with the end, of a block of ``transaction``."""
         along, driver = self._along(), connections[self.alias].connection
         has_begun = driver is not None and driver.info.transaction_status != _IDLE
         # What begins a transaction must come first.
@@ -300,7 +307,7 @@ class PostgresStore(Store):
         """In a block of ``transaction`` that is for that, and in no savepoint within it: what is
         undone with one must not be sent later."""
         along, blocks = self._along(), connections[self.alias].atomic_blocks
-        return along is not None and along.defers and len(blocks) == along.depth
+        return along is not None and along.defers and along.block is blocks[-1]
 
     def execute_alone(self, sql: str, values: Sequence[Any]) -> int:
         """Execute it in one round trip, its transaction included."""
@@ -309,13 +316,12 @@ class PostgresStore(Store):
         return int(changed)
 
     def _along(self) -> _Along | None:
-        """Return what takes statements that go along in the present block, if it is ours."""
-        return next(reversed(self._all_along()), None)
-
-    def _all_along(self) -> list[_Along]:
-        """Return that of each open block, the outermost first."""
-        wrappers = connections[self.alias].execute_wrappers
-        return [each for each in wrappers if isinstance(each, _Along)]
+        """Return what takes statements that go along in the present transaction, if it is ours. A
+        timeout that was raised in between may have left that of another one."""
+        connection = connections[self.alias]
+        wrappers, blocks = connection.execute_wrappers, connection.atomic_blocks
+        ours = (each for each in wrappers if isinstance(each, _Along))
+        return next((each for each in ours if each.block in blocks), None)
 
     sends_several = True
     changing = ("set_config", "advisory_lock", "into temp")
@@ -757,9 +763,10 @@ class PostgresStore(Store):
         then, in an order that claims do not keep. Those that somebody has locked just then are
         deleted afterwards: nothing that waits, and may be refused for it, follows a COMMIT."""
         listed = list(names)
-        if (along := next(iter(self._all_along()), None)) is not None and along.depth == 1:
+        along, blocks = self._along(), connections[self.alias].atomic_blocks
+        if along is not None and along.block is blocks[0]:
             along.leases.append((listed, token))
-        elif connections[self.alias].in_atomic_block:
+        elif blocks:
             self._execute(_DELETE_LEASES, [listed, token])
         else:
             self._execute(_DELETE_LEASES_ALONE, [listed, token])

@@ -5,11 +5,16 @@ Tier: the quick one. It is a rule of the engine, and SQLite has all of it.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 
 from kjo_django import job
+from kjo_django.engine import admission
+from kjo_django.messages import serializers
+from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import TransportRun
 from kjo_django.transports.database.runs import Runs
 from kjo_django.transports.database.subscription import DatabaseSubscription
@@ -76,6 +81,65 @@ def test_a_job_whose_limit_has_a_key_that_ends_the_worker_counts_as_begun(
     assert named
     bench.leases.give_back(deliveries)
     assert next_delivery(deliveries[0]) == 2
+
+
+class Killing(Serializer):
+    """Ends the worker that reads a payload."""
+
+    content_type = "application/x-killing"
+
+    def dumps(self, value: Any) -> bytes:
+        return b"x"
+
+    def loads(self, data: bytes) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.parametrize("name", ["rate_key", "concurrency_key"])
+def test_a_job_whose_payload_ends_the_worker_that_reads_a_key_in_it_counts_as_begun(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(serializers, "_serializers", {**serializers._serializers})
+    register_serializer(Killing())
+    options: Any = {"rate": "1/h", "concurrency": 1, name: "job", "serializer": Killing()}
+    job(name="bench.limited", queue="ledger", **options)(write).enqueue(job="a")
+    deliveries = bench.poll()
+    # When
+    with pytest.raises(SystemExit):
+        bench.pipeline.run(deliveries)
+    # Then it is counted, and was before
+    assert TransportRun.objects.exists()
+    assert next_delivery(deliveries[0]) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("when", ["as it begins", "as it is admitted"])
+def test_a_job_that_an_outage_interrupts_before_its_handler_has_one_slot(
+    bench: Bench, transport: str, monkeypatch: pytest.MonkeyPatch, slots: int, when: str
+) -> None:
+    """It got in line behind its own one, or took two."""
+    taken: list[int] = []
+
+    def count(job: str) -> None:
+        taken.append(sum(map(len, bench.leases._slots.values())))
+
+    job(name="bench.limited", queue="ledger", concurrency=slots)(count).enqueue(job="a")
+    owner: Any = DatabaseSubscription if when == "as it begins" else admission
+    name = "begin" if owner is DatabaseSubscription else "admit_group"
+    original, failed = getattr(owner, name), list[str]()
+
+    def refused_once(*arguments: Any, **named: Any) -> Any:
+        if not failed:
+            failed.append(name)
+            raise OperationalError("away")
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(bench.pipeline, "_stops_waiting", threading.Event())
+    monkeypatch.setattr(owner, name, refused_once)
+    # When
+    assert bench.run() == []
+    # Then
+    assert (failed, taken) == ([name], [1])
 
 
 def test_what_others_have_taken_over_before_it_is_noted_does_not_run(

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -16,6 +17,8 @@ import pytest
 from django.db import DataError, ProgrammingError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
+from kjo_django import signals
+from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import (
     Job,
@@ -25,8 +28,9 @@ from kjo_django.models import (
     TransportSubscription,
 )
 from kjo_django.store import postgres, store_for
-from kjo_django.store.postgres import _begin, begin_with_first_query
+from kjo_django.store.postgres import _Along, _begin, begin_with_first_query
 from kjo_django.transports.database.insertion import MOST_ROWS
+from kjo_django.transports.database.transport import forget_groups
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, Bench, as_job, benched
@@ -286,8 +290,11 @@ def test_in_a_savepoint_nothing_waits_for_the_commit(sent):
     with store.transaction():
         assert not store.defers
         with store.transaction(defers=True):
-            assert store.defers
-        assert not store.defers
+            assert not store.defers  # a worker may have called a handler in it
+    with transaction.atomic(), store.transaction(defers=True):
+        assert store.defers
+        with transaction.atomic():
+            assert not store.defers
     assert not store.defers
 
 
@@ -327,22 +334,88 @@ def test_a_job_of_a_broken_transaction_is_refused():
             ledger.write.enqueue(job="a")
 
 
-@pytest.mark.usefixtures("database_transport")
-def test_what_a_group_puts_off_stays_in_front_of_a_job_that_its_handler_enqueues(sent):
+def test_what_a_timeout_has_left_of_another_transaction_takes_nothing_along(sent):
+    """It may be raised from outside before the wrapper is removed."""
     store = store_for("default")
-    ledger.write.enqueue(job="first")
-    store.claim_leases(["lease"], "me", timedelta(minutes=1))
-    with store.transaction():
+    with store.transaction(), transaction.atomic():
+        (left,) = [each for each in connection.execute_wrappers if isinstance(each, _Along)]
+    connection.execute_wrappers.append(left)
+    left.before.append((ADD, ["left"]))
+    try:
+        with transaction.atomic():
+            assert not store.defers
+            asked("SELECT 1")
+            store.execute_with_next(ADD, ["a"])
+    finally:
+        connection.execute_wrappers.remove(left)
+    assert entries() == ["a"]
+
+
+@pytest.fixture
+def workers(settings, postgres, forgotten_definitions) -> Iterator[Bench]:
+    """A worker of the database transport."""
+    settings.KJO = {**KJO}
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def enqueue_first(name: str) -> None:
+    """Enqueue by the first query of a handler, after one that looks which groups there are."""
+    forget_groups()  # as after some seconds
+    ledger.write.enqueue(job=name)
+
+
+@pytest.mark.usefixtures("database_transport")
+def test_the_savepoint_of_a_handler_is_opened_before_its_first_job_is_stored(sent):
+    """Also in a transaction that no worker has begun, as where a test runs jobs at once."""
+    savepoint = LazySavepoint(connection, store_for("default"))
+    with transaction.atomic(), savepoint.group():
         asked("SELECT 1")
-        store.execute_with_next(ADD, ["a"])
-        ledger.write.enqueue(job="second")
-        assert sent[-1].index(ADD.partition(" (")[0]) < sent[-1].index("INSERT INTO kjo_job")
-        # And leases that are deleted in between go behind the commit
-        with store.transaction(defers=True):
-            store.delete_leases(["lease"], "me")
-    assert any(text.startswith("COMMIT; ") for text in sent)
-    assert not Lease.objects.exists()
-    assert Job.objects.count() == TransportMessage.objects.count() == 2
+        with suppress(ValueError), savepoint:
+            enqueue_first("a")
+            raise ValueError
+    assert not Job.objects.exists()
+
+
+def test_a_handler_that_enqueues_first_is_called_once_and_stores_one_job(workers):
+    # Given two that share a transaction, each with a savepoint
+    calls: list[str] = []
+
+    def first(name: str) -> None:
+        calls.append(name)
+        enqueue_first(name)
+
+    as_job(first).enqueue_many([{"name": name} for name in "ab"])
+    # When
+    workers.run(workers.poll())
+    # Then
+    assert calls == ["a", "b"]
+    assert Job.objects.filter(handler="ledger.write").count() == TransportMessage.objects.count()
+    assert TransportMessage.objects.count() == 2
+
+
+def test_what_a_failed_handler_has_enqueued_first_is_undone_and_not_told(workers):
+    told: list[str] = []
+
+    def first(name: str) -> None:
+        enqueue_first(name)
+        if name == "b":
+            raise ValueError
+
+    def hear(job_id: str, handler: str, **_: Any) -> None:
+        if handler == "ledger.write":
+            told.append(job_id)
+
+    as_job(first).enqueue_many([{"name": name} for name in "ab"])
+    signals.job_enqueued.connect(hear)
+    try:
+        workers.run(workers.poll())
+    finally:
+        signals.job_enqueued.disconnect(hear)
+    stored = Job.objects.filter(handler="ledger.write").values_list("id", flat=True)
+    assert told == [str(id) for id in stored]
+    assert len(told) == 1
 
 
 def test_leases_are_deleted_in_a_block_within_the_callers_transaction_too(sent):
