@@ -20,10 +20,15 @@ def _note_call(permits: Permits, delivery: Starting) -> None:
 Permits.note_start = _note_call  # type: ignore[method-assign]
 
 
-def counted() -> tuple[float, float]:
+def counted_or_repeated() -> tuple[float, float] | None:
     """Return the monotonic moments between which the start of the handler that runs here was taken
-    for the count; this moment twice, where it has no rate."""
-    now = time.monotonic()
-    noted: tuple[float, float] = getattr(_call, "noted", (now, now))
+    for the count; None where this call was not counted."""
+    noted: tuple[float, float] | None = getattr(_call, "noted", None)
     _call.__dict__.clear()
     return noted
+
+
+def counted() -> tuple[float, float]:
+    """Return the same; this moment twice, where the handler has no rate."""
+    now = time.monotonic()
+    return counted_or_repeated() or (now, now)

@@ -560,6 +560,8 @@ def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
         elif line.word == "counted":
             key, counted = evidence.works[first].key, map(float, line.values[1:])
             evidence.starts[key].append(Moment(line.at, line.pid, *counted, first))
+        elif line.word == "repeated":
+            evidence.note_repeat(first, line.at, line.pid, float(line.values[1]))
         elif line.word == "ended":
             evidence.ends[first].append(invariants.Begin(line.at, line.pid))
         elif line.word == "frozen":

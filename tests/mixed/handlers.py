@@ -37,7 +37,7 @@ from kjo_django import (
 from kjo_django.exceptions import RateLimitExceededError
 from tests.adversaries import CHANGES, SPOILS
 from tests.items.models import Item
-from tests.ledger.counting import counted
+from tests.ledger.counting import counted_or_repeated
 from tests.ledger.models import Entry
 from tests.mixed.names import RUN, group, job_queue, topic
 from tests.mixed.plan import FOREVER, RATE, SLOTS
@@ -202,7 +202,10 @@ def write_large(job: str, filling: str = "", **how: Any) -> None:
 @job(queue=job_queue("limited"), rate=f"{RATE}/s", rate_key="key", max_attempts=MANY)
 def write_rated(job: str, key: str, **how: Any) -> None:
     """One of more than may start."""
-    note("counted", job, *counted())
+    if (moments := counted_or_repeated()) is not None:
+        note("counted", job, *moments)
+    else:
+        note("repeated", job, time.monotonic())
     Entry.objects.create(job=job)
     behave(job, **how)
 

@@ -128,6 +128,16 @@ class Evidence:
         for letter in self.letters:
             self._letters_by_name[letter.name].append(letter)
 
+    def note_repeat(self, name: str, at: float, pid: int, moment: float) -> None:
+        """Note that a worker has called the handler of a job with a rate without counting that. It
+        may do so again in an attempt whose transaction was undone, whose start it has counted.
+
+        :param moment: when (monotonic) it was called.
+        """
+        starts = self.starts[self.works[name].key]
+        if not any((start.what, start.pid) == (name, pid) for start in starts):
+            starts.append(Moment(at, pid, moment, moment, name))
+
     def was_disturbed(self, begin: float, end: float, but: Collection[str] = ()) -> bool:
         """Whether anything happened to workers or servers between two moments.
 

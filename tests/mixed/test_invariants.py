@@ -366,6 +366,22 @@ def test_what_is_permitted_may_stay_unused_on_sqlite_and_is_not_exceeded() -> No
     assert names == ["no_more_starts_than_a_rate_permits"]
 
 
+def test_what_a_worker_calls_again_in_an_attempt_is_no_other_start() -> None:
+    # Given four jobs that start within a second, as many as may
+    found = evidence()
+    starts = found.starts["rate-a"]
+    started, at = starts[0], starts[0].counted_by + 0.5
+    # When one of them is called again by its worker
+    found.note_repeat(started.what, at, started.pid, at)
+    # Then that is no start
+    assert complaints(found) == []
+    # When another worker calls it, which has counted nothing
+    found.note_repeat(started.what, at, started.pid + 1, at)
+    # Then it is one
+    names = [text.partition(":")[0] for text in complaints(found)]
+    assert names == ["no_more_starts_than_a_rate_permits"]
+
+
 def test_a_frozen_worker_has_lost_its_slots_and_no_other_has() -> None:
     # Given a job that runs beside two, in a worker that was frozen before these began
     found = evidence()
