@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-FARTHEST = 5_000_000
-"""Microseconds from now of the latest start, or so long as its window."""
+FARTHEST = 15_000_000
+"""Microseconds from now of the latest start that a permit allows for, or so long as its window.
+Nobody uses one whose answer has taken longer than it lasts, which is five seconds at most."""
 COUNTERS = 200
 """Into how many parts a window is divided. A counted start is forgotten up to one part too late."""
 

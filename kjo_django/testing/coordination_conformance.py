@@ -307,6 +307,17 @@ class CoordinationConformance:
         assert first.stamp
         assert second.wait == pytest.approx(5030, abs=50)
 
+    def test_a_start_that_may_come_long_after_its_window_counts_until_then(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        """Where coordination is slow, permits last longer than a short window."""
+        ask = one(name, most=1, seconds=1.0, interval=0.001, lasts=12.0)
+        (first,), (second,) = limiting.permit([ask]), limiting.permit([ask])
+
+        assert first.stamp
+        assert not second.stamp
+        assert second.wait == pytest.approx(13, abs=1)
+
     def test_a_permit_that_was_not_used_is_replaced_without_a_wait(
         self, limiting: Coordination, name: str
     ) -> None:

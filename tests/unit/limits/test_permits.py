@@ -15,7 +15,15 @@ import pytest
 
 from kjo_django.coordination.starts import Ask, Pace, Permit, Starts, Used, paces_of, permit
 from kjo_django.exceptions import CoordinationError
-from kjo_django.limits.permits import FORGOTTEN_AFTER, MOST_ASKED, LimitState, Permits
+from kjo_django.limits.permits import (
+    FORGOTTEN_AFTER,
+    LONGEST_CALL,
+    LONGEST_LIFE,
+    MOST_ASKED,
+    TO_THE_CALL,
+    LimitState,
+    Permits,
+)
 from kjo_django.limits.rules import Limit
 from kjo_django.values import Rate, rate
 from tests.clocks import BEGINS_AT, SetClock
@@ -249,6 +257,41 @@ def test_where_a_call_takes_long_a_permit_is_good_for_longer(
         started += permits.use(delivery)
         permits.note_start(delivery)
     assert started >= 18
+
+
+def test_the_longest_permits_count_until_their_end(coordination: Coordination) -> None:
+    """On a machine where all is slow, they were forgotten before, and a second one was given."""
+    # Given a worker whose calls take as long as any, and whose starts are as late as any
+    permits, coordination.seconds = coordination.permits(), LONGEST_CALL
+    (late,) = several(1, "4/s")
+    for _ in range(20):
+        permits.ask([late])
+        coordination.clock.advance(10 * LONGEST_LIFE)
+        permits.note_prepared(late)
+    coordination.clock.advance(100.0)
+    # When it takes permits that last as long as any, and uses them as late as it may
+    longest = several(4, "4/s")
+    permits.ask(longest)
+    assert coordination.calls[-1][0][0].lasts == pytest.approx(
+        LONGEST_LIFE + TO_THE_CALL + 1.5 * LONGEST_CALL
+    )
+    given = [each for each in longest if each.limit_state.permit is not None]
+    assert given
+    end = min(each.limit_state.permit.end for each in given if each.limit_state.permit is not None)
+    # And another one asks at once, and starts what it may in the second before
+    coordination.seconds, starts = 0.0, 0
+    others = coordination.permits()
+    others.ask(several(1, "4/s"))
+    coordination.clock.advance(end - 0.9 - coordination.clock.seconds)
+    for delivery in several(8, "4/s"):
+        others.ask([delivery])
+        starts += others.use(delivery)
+        others.note_start(delivery)
+        coordination.clock.advance(0.1)
+    coordination.clock.advance(end - coordination.clock.seconds)
+    starts += sum(permits.use(each) for each in given)
+    # Then no more than four have started
+    assert starts <= 4
 
 
 def test_a_permit_of_another_rate_is_given_back(coordination: Coordination) -> None:
