@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kjo_django import registry
 from kjo_django.conf import QueueConf, level_of
 from kjo_django.engine.attempt import Delivery, RefusedRecord, unhandled
-from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.engine.scheduler import GROUPS_AHEAD, GroupScheduler
 from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import MessageError
 from kjo_django.failure_facts import error_text
@@ -52,8 +52,8 @@ fills it."""
 GIVE_BACK_INTERVAL = 0.25
 """Seconds between looks for what cannot start here soon."""
 CHUNKS = 8
-"""Polls that fill the room of a worker at least. A key holds no more than one of them brings, when
-that can be helped."""
+"""Polls that fill the room of a worker at least, if it is large. A key holds no more than one of
+them brings, when that can be helped."""
 
 
 class FetchPlan(NamedTuple):
@@ -366,6 +366,7 @@ class Poller:
             uncommitted=subscription.uncommitted(),
             paused=self._paused,
             is_alone=self._is_alone,
+            lanes=self._scheduler.lanes,
         )
         much = max(1, self._max_outstanding // CHUNKS)
         count = sum(outstanding.values())
@@ -438,6 +439,7 @@ def plan_fetch(
     uncommitted: Mapping[TopicPartition, int],
     paused: Collection[TopicPartition],
     is_alone: bool,
+    lanes: int,
 ) -> tuple[int, frozenset[TopicPartition]]:
     """Return how many records the next poll may fetch, 0 where no partition has room, and the
     partitions that are full: nothing is fetched of them until they hold less.
@@ -454,7 +456,8 @@ def plan_fetch(
     - Of a topic whose records others can have, no more are fetched than could start here soon.
     - A partition of a log is read no further than ``MAX_OUTSTANDING`` records past its oldest
       unsettled one: so many are delivered again after a crash.
-    - One poll fetches at most an eighth of the room, so that these limits are looked at in time.
+    - One poll fetches at most an eighth of the room, so that these limits are looked at in time; or
+      two records for each lane, if that is more: where a poll takes long, lanes would wait for it.
 
     :param most: records the worker holds at most.
     :param assigned: the partitions to choose from.
@@ -465,11 +468,13 @@ def plan_fetch(
     :param paused: partitions that were full: they have room again when they hold much less, not
         with every record that ends.
     :param is_alone: whether the worker reads one topic only: that one needs to leave nothing free.
+    :param lanes: how many threads take groups.
     """
     chunk = max(1, most // CHUNKS)
+    most_fetched = max(chunk, GROUPS_AHEAD * lanes)
     if not assigned:
         # Its partitions are yet to come, within the poll.
-        return max(0, min(free, chunk)), frozenset()
+        return max(0, min(free, most_fetched)), frozenset()
     if is_alone and free <= 0:
         return 0, frozenset(assigned)
     # A topic alone needs to leave nothing free, whatever it holds.
@@ -502,4 +507,4 @@ def plan_fetch(
         # Half of the difference makes what it holds and what is free equal.
         own = max(1, (free - in_topic[topic]) // parts)
         fetched = max(fetched, min(most - unsettled, own, startable))
-    return max(0, min(fetched, chunk)), frozenset(full)
+    return max(0, min(fetched, most_fetched)), frozenset(full)

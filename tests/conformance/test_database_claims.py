@@ -633,6 +633,35 @@ def test_topics_share_a_poll_and_leave_their_rest_to_who_has_more(
         assert shares["v"] == (number == 0)
 
 
+@pytest.mark.parametrize("is_held_elsewhere", [True, False])
+def test_many_topics_cost_a_poll_no_more_statements_than_two(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, is_held_elsewhere: bool
+) -> None:
+    """Each needs a round trip, and nobody else claims these topics meanwhile."""
+    if connections[alias].vendor == "sqlite":
+        pytest.skip("a round trip to a file takes no time")
+    counts = []
+    for number in (2, 12):
+        topics = [f"{number}-{each}" for each in range(number)]
+        other, subscription = subscribe(" ".join(topics)), subscribe(" ".join(topics))
+        subscription.poll(0, 0)
+        # Given rows of each topic, of a key that is held elsewhere or free
+        for topic in topics:
+            publish(transport, "a1", "a2", "a3", topic=topic)
+        if is_held_elsewhere:
+            other.limit(dict.fromkeys(topics, 1))
+            assert len(other.poll(100, 1)) == number
+            assert subscription.poll(100, 0) == []
+        # When
+        with CaptureQueriesContext(connections[alias]) as captured:
+            found = subscription.poll(100, 0)
+        # Then
+        assert len(found) == (0 if is_held_elsewhere else 3 * number)
+        counts.append(len(captured))
+    assert counts[0] == counts[1]
+    assert counts[0] <= (2 if is_held_elsewhere else 8)
+
+
 def test_an_idle_poll_only_reads(
     transport: DatabaseTransport, subscribe: Subscribe, alias: str, clock: SetClock
 ) -> None:

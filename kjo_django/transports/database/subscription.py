@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
@@ -95,6 +96,52 @@ class _Claim(NamedTuple):
     is_full: bool
     is_begun: bool
     ahead: float | None = None
+
+
+class _Choice:
+    """What a claim is going to take of its topics: each round gives every topic its share, and the
+    next one what is left to who has more.
+
+    :param topics: in the order of the claim.
+    :param most: how many rows of a topic it may take, where not as many as in all.
+    :param limit: how many rows in all.
+    :param max_bytes: of values in all.
+    """
+
+    def __init__(
+        self, topics: Sequence[str], most: Mapping[str, int], limit: int, max_bytes: int
+    ) -> None:
+        self._left = {topic: most.get(topic, limit) for topic in topics}
+        self._waiting = [topic for topic in topics if self._left[topic] > 0]
+        self._limit, self._max_bytes = limit, max_bytes
+        self.rows: list[_Row] = []
+        self.last: dict[str, _Row] = {}
+        """The last row of each topic that may have more."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as much as it may."""
+        return len(self.rows) >= self._limit or self._max_bytes <= 0
+
+    def next_shares(self) -> dict[str, int]:
+        """Begin a round: return how many rows each topic may have in it; empty if it is over."""
+        count = 0 if self.is_full else self._limit - len(self.rows)
+        asked, self._waiting = self._waiting[:count], self._waiting[count:]
+        return {topic: min(-(-count // len(asked)), self._left[topic]) for topic in asked}
+
+    def add(self, topic: str, rows: Sequence[_Row], *, has_more: bool) -> None:
+        """Take of these rows what the limits allow.
+
+        :param has_more: whether more of the topic may come after them.
+        """
+        sizes = [row.size or 0 for row in rows]
+        allowed = count_within(sizes, self._max_bytes)
+        self.rows.extend(rows[:allowed])
+        self._left[topic] -= allowed
+        self._max_bytes -= sum(sizes[:allowed])
+        if has_more and self._left[topic] > 0:
+            self.last[topic] = rows[-1]
+            self._waiting.append(topic)
 
 
 class Collision(Exception):
@@ -268,12 +315,12 @@ class DatabaseSubscription(LeasedSubscription):
         """Return those of the topics of which a row of a lower rank than this may be claimed."""
         now = self._clock.now()
         if self._statements is None:
-            rows = {topic: self._due_rows(topic, now) for topic in below}
-            due = [topic for topic in below if rows[topic].filter(rank__lt=below[topic]).exists()]
+            urgent = (self._due_rows(each, now).filter(rank__lt=below[each]) for each in below)
+            due = _topics_of(self._alias, urgent)
         else:
             asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
-            due = self._statements.due_topics(asked, self._skipped, now)[0] if asked else []
-        return {topic: below[topic] for topic in due}
+            due = set(self._statements.due_topics(asked, self._skipped, now)[0] if asked else ())
+        return {topic: rank for topic, rank in below.items() if topic in due}
 
     def _note_outage(self, error: Exception) -> None:
         is_locked = any(text in str(error) for text in _LOCKED)
@@ -512,7 +559,8 @@ class DatabaseSubscription(LeasedSubscription):
         if self._is_due_later(topics, now):
             return []
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-        return [topic for topic in topics if self._due_rows(topic, now).exists()]
+        found = _topics_of(self._alias, (self._due_rows(topic, now) for topic in topics))
+        return [topic for topic in topics if topic in found]
 
     def _note_ahead(self, ahead: float | None, topics: Sequence[str], now: datetime) -> None:
         """Note when the next row of these topics is due, where none is.
@@ -577,63 +625,68 @@ class DatabaseSubscription(LeasedSubscription):
 
         :param below: only rows of a lower rank than this, by topic.
         """
-        waiting = self._order.next(topics)
-        left = {**dict.fromkeys(topics, limit), **({} if below else self._most)}
-        last: dict[str, _Row] = {}
-        chosen: list[_Row] = []
+        choice = _Choice(self._order.next(topics), {} if below else self._most, limit, max_bytes)
         small = max_bytes // limit
-        while waiting and len(chosen) < limit and max_bytes > 0:
-            topic = waiting.pop(0)
-            share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
-            share = min(share, left[topic])
-            if share <= 0:
-                continue
-            due = _sized(self._due_rows(topic, now), small)
-            rows, is_ordered = self._rows_of(topic, due, share, last.get(topic), below)
-            allowed = rows[: count_within((row.size or 0 for row in rows), max_bytes)]
-            chosen.extend(allowed)
-            left[topic] -= len(allowed)
-            max_bytes -= sum(row.size or 0 for row in allowed)
-            if len(rows) == share and is_ordered:
-                last[topic] = rows[-1]
-                waiting.append(topic)
-        return chosen
+        while shares := choice.next_shares():
+            for topic, rows in self._read(shares, now, choice.last, below, small).items():
+                if choice.is_full:
+                    break
+                is_first = topic not in choice.last and below is None
+                taken, is_ordered = self._in_order(topic, rows, shares[topic], is_first=is_first)
+                choice.add(topic, taken, has_more=is_ordered and len(taken) == shares[topic])
+        return choice.rows[:limit]
 
-    def _rows_of(
+    def _read(
         self,
-        topic: str,
-        due: QuerySet[Any, Any],
-        share: int,
-        last: _Row | None,
+        shares: Mapping[str, int],
+        now: datetime,
+        last: Mapping[str, _Row],
         below: Mapping[str, int] | None,
-    ) -> tuple[list[_Row], bool]:
-        """Return the next rows of a topic, and whether they are in their usual order.
+        small: int,
+    ) -> dict[str, list[_Row]]:
+        """Return the next rows of each topic, at least as many as are its share, if there are."""
+        parts = [
+            _sized(part, small)[:share]
+            for topic, share in shares.items()
+            for part in self._parts_of(topic, now, last.get(topic), below)
+        ]
+        found: dict[str, list[_Row]] = {topic: [] for topic in shares}
+        for row in map(_Row._make, _rows_of(self._alias, parts)):
+            found[row.topic].append(row)
+        return found
+
+    def _parts_of(
+        self, topic: str, now: datetime, last: _Row | None, below: Mapping[str, int] | None
+    ) -> list[QuerySet[Any, Any]]:
+        """Return the next rows of a topic; in two parts, where its claim begins with a lower
+        priority.
 
         :param last: the row that this claim has read before; None: these are its first.
         """
+        due = self._due_rows(topic, now)
         if below is not None:
             due = due.filter(rank__lt=below[topic])
         if last is not None:
             due = due.filter(_after(last))
-        if last is None and below is None:
-            return self._first_rows(topic, due, share)
-        return _rows(due[:share]), True
+        elif below is None and (before := self._order.rank_before(topic)) is not None:
+            return [due.filter(rank__gt=before), due.filter(rank__lte=before)]
+        return [due]
 
-    def _first_rows(
-        self, topic: str, due: QuerySet[Any, Any], share: int
+    def _in_order(
+        self, topic: str, rows: list[_Row], share: int, *, is_first: bool
     ) -> tuple[list[_Row], bool]:
-        """Return the rows that a claim takes first of a topic, and whether they are in their usual
-        order: it may begin with a lower priority."""
-        before = self._order.rank_before(topic)
-        if before is None:
-            rows, has_lower = _rows(due[:share]), False
-        else:
-            rows = _rows(due.filter(rank__gt=before)[:share])
-            has_lower = bool(rows)
-            if len(rows) < share:
-                rows += _rows(due.filter(rank__lte=before)[: share - len(rows)])
-        backlog = rows[-1].rank if len(rows) == share else None
-        self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
+        """Return the rows that a claim takes of those it has read of a topic, and whether they are
+        in their usual order: it may begin with a lower priority.
+
+        :param is_first: whether these are the first rows of the topic in a claim of all priorities.
+        """
+        before = self._order.rank_before(topic) if is_first else None
+        first = math.inf if before is None else before
+        rows = sorted(rows, key=lambda row: (row.rank <= first, row.rank, row.id))[:share]
+        if is_first:
+            has_lower = before is not None and any(row.rank > before for row in rows)
+            backlog = rows[-1].rank if len(rows) == share else None
+            self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
         return rows, before is None
 
     def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
@@ -994,8 +1047,17 @@ def _sized(rows: QuerySet[TransportMessage], small: int) -> QuerySet[Any, Any]:
     return rows.annotate(size=Length("value"), small_value=value).values_list(*_Row._fields)
 
 
-def _rows(found: Iterable[Any]) -> list[_Row]:
-    return [*map(_Row._make, found)]
+def _rows_of(alias: str, parts: Sequence[QuerySet[Any, Any]]) -> Iterable[Any]:
+    """Return what these parts return: in one round trip, where a database limits each by itself."""
+    if len(parts) < 2 or not connections[alias].features.supports_slicing_ordering_in_compound:
+        return chain.from_iterable(parts)
+    return parts[0].union(*parts[1:], all=True)
+
+
+def _topics_of(alias: str, parts: Iterable[QuerySet[TransportMessage]]) -> set[str]:
+    """Return the topics of these rows, of which each part has those of one."""
+    first = [part.order_by().values_list("topic", flat=True)[:1] for part in parts]
+    return set(_rows_of(alias, first))
 
 
 def _after(row: _Row) -> Q:

@@ -281,7 +281,7 @@ A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b",
 NO_PARTITIONS = frozenset[TopicPartition]()
 
 
-def plan(held: dict, *, free: int, most: int = 800, room=(), uncommitted=(), paused=()):
+def plan(held: dict, *, free: int, most: int = 800, room=(), uncommitted=(), paused=(), lanes=8):
     """What may be fetched, and the full partitions, of a worker that reads two topics."""
     return plan_fetch(
         most,
@@ -292,13 +292,22 @@ def plan(held: dict, *, free: int, most: int = 800, room=(), uncommitted=(), pau
         uncommitted=dict(uncommitted),
         paused=paused,
         is_alone=False,
+        lanes=lanes,
     )
 
 
 @pytest.mark.parametrize(("held", "planned"), [(700, (100, NO_PARTITIONS)), (800, (0, {A0}))])
 def test_the_only_topic_may_have_all_the_room(held, planned):
-    alone = {"room": {}, "uncommitted": {}, "paused": (), "is_alone": True}
+    alone = {"room": {}, "uncommitted": {}, "paused": (), "is_alone": True, "lanes": 8}
     assert plan_fetch(800, [A0], {A0: held}, 800 - held, **alone) == planned
+
+
+@pytest.mark.parametrize(
+    ("most", "free", "planned"), [(800, 800, 100), (80, 80, 16), (80, 12, 6), (8, 8, 4), (1, 1, 1)]
+)
+def test_a_poll_fetches_an_eighth_of_the_room_or_two_records_for_each_lane(most, free, planned):
+    """Of what is free, half for each of two topics."""
+    assert plan({}, free=free, most=most)[0] == planned
 
 
 def test_a_topic_holds_no_more_than_it_leaves_free():
