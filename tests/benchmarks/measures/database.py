@@ -45,13 +45,14 @@ _VERSIONS = """
 SELECT sum(n_tup_ins + n_tup_upd)::bigint FROM pg_stat_user_tables WHERE relname = ANY(%s)
 """
 _OTHERS = """
-SELECT count(*) FROM pg_stat_activity
+SELECT pid FROM pg_stat_activity
 WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 
 
 class Server:
-    """Reads the counters of the server by a connection of its own. Nothing else may use it."""
+    """Reads the counters of the server by a connection of its own. Nothing else may use it:
+    sessions of other databases that are there before are to do nothing."""
 
     def __init__(self) -> None:
         wrapper = connections["default"]
@@ -69,6 +70,7 @@ class Server:
         with suppress(psutil.Error):
             own = psutil.Process(self._own_pid)
             self._postmaster = own.parent() if "postgres" in own.name() else None
+        self._before = {process.pid for process in self._sessions()}
 
     def _sessions(self) -> list[psutil.Process]:
         """Return the processes of all sessions, as far as they are on this machine."""
@@ -131,10 +133,16 @@ class Server:
         """A session adds what it did to the statistics when it ends, at the latest."""
         deadline = time.monotonic() + PATIENCE
         # Their processes end, and are added up, a moment after them.
-        while self._value(_OTHERS) or len(self._sessions()) > 1:
+        while others := self._other_sessions():
             if time.monotonic() > deadline:
-                raise BenchmarkError("Somebody else uses the database")
+                pids = ", ".join(map(str, sorted(others)))
+                raise BenchmarkError(f"Somebody else uses PostgreSQL: sessions {pids}")
             time.sleep(0.02)
+
+    def _other_sessions(self) -> set[int]:
+        """Return who else uses the database, or has begun to use the server."""
+        of_database = {pid for (pid,) in self._connection.execute(_OTHERS)}
+        return of_database or {process.pid for process in self._sessions()} - self._before
 
     def vacuum(self) -> None:
         """Free the space of old row versions."""
