@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 FARTHEST = 15_000_000
-"""Microseconds from now of the latest start that a permit allows for, or so long as its window.
-Nobody uses one whose answer has taken longer than it lasts, which is five seconds at most."""
+"""Microseconds from now up to which counted starts are remembered; up to the end of the window,
+where that is later. No permit allows for a start that is farther: its life and what is added for
+the call are five seconds at most (``limits.permits.LONGEST_LIFE``, ``LONGEST_CALL``)."""
 COUNTERS = 200
 """Into how many parts a window is divided. A counted start is forgotten up to one part too late."""
 
