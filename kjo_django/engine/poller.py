@@ -458,6 +458,7 @@ def plan_fetch(
       unsettled one: so many are delivered again after a crash.
     - One poll fetches at most an eighth of the room, so that these limits are looked at in time; or
       two records for each lane, if that is more: where a poll takes long, lanes would wait for it.
+      It brings no partition of a log beyond its own limit, from wherever its records come.
 
     :param most: records the worker holds at most.
     :param assigned: the partitions to choose from.
@@ -506,5 +507,6 @@ def plan_fetch(
             continue
         # Half of the difference makes what it holds and what is free equal.
         own = max(1, (free - in_topic[topic]) // parts)
+        most_fetched = min(most_fetched, most - unsettled)
         fetched = max(fetched, min(most - unsettled, own, startable))
     return max(0, min(fetched, most_fetched)), frozenset(full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections import Counter
@@ -631,6 +632,86 @@ def test_topics_share_a_poll_and_leave_their_rest_to_who_has_more(
         assert sum(shares.values()) == 9
         assert min(shares["t"], shares["u"]) >= 3
         assert shares["v"] == (number == 0)
+
+
+@pytest.mark.parametrize(("topics", "limit"), [(3, 4), (4, 5), (12, 16), (20, 21)])
+def test_each_topic_has_a_row_of_a_claim_where_there_are_enough(
+    transport: DatabaseTransport, subscribe: Subscribe, topics: int, limit: int
+) -> None:
+    """The first job of an idle queue begins beside any backlog."""
+    names = [f"t{number}" for number in range(topics)]
+    for name in names:
+        publish(transport, *(f"{letter}{name}" for letter in "abcdefgh"), topic=name)
+    subscription = subscribe(" ".join(names))
+    for _ in range(3):
+        found = Counter(record.topic for record in subscription.poll(limit, 1))
+        assert len(found) == topics
+        assert found.total() == limit
+
+
+def test_what_is_given_back_during_a_claim_is_not_overtaken(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """A claim of several topics is several queries where a database has no statement for it."""
+    if connections[alias].vendor != "mysql":
+        pytest.skip("a claim is one statement, or nobody else writes meanwhile")
+    # Given a key of which another consumer holds the first record
+    other, subscription = subscribe("t u"), subscribe("t u")
+    publish(transport, "a1", "b1", "c1", "d1", "a2", "e1")
+    held, looked = other.poll(1, 1), 0
+
+    def release(execute: Any, sql: str, *arguments: Any) -> Any:
+        """Give it back between the queries of a claim."""
+        nonlocal looked
+        looked += "kjo_transport_message" in sql and "UNION" in sql
+        if looked and "UNION" not in sql and held and "kjo_transport_message" in sql:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(_release_and_leave, alias, other, [held.pop()]).result(PATIENCE)
+        return execute(sql, *arguments)
+
+    # When
+    subscription._plan.expect_more()  # claims without a look
+    with connections[alias].execute_wrapper(release):
+        found = texts(subscription.poll(6, 0))
+    # Then
+    assert not held, "the claim has had a second query"
+    assert "a2" not in found or found.index("a1") < found.index("a2")
+
+
+def _release_and_leave(
+    alias: str, subscription: DatabaseSubscription, records: list[Record]
+) -> None:
+    subscription.release(records)
+    connections[alias].close()
+
+
+def test_large_values_end_a_claim_before_the_rest_is_read(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    """Of rows that do not fit each is as long as others: to read them takes time."""
+    if connections[alias].vendor == "postgresql":
+        pytest.skip("its claim ends its reading by itself")
+    names = [f"t{number}" for number in range(12)]
+    large = [f"{number:02}" + 4000 * "x" for number in range(20)]
+    for name in names:
+        publish(transport, *large, topic=name)
+    subscription = subscribe(" ".join(names))
+    with CaptureQueriesContext(connections[alias]) as captured:
+        first = subscription.poll(240, 0, 40_000)
+    queries = [query["sql"] for query in captured if "size" in query["sql"]]
+    assert len(first) == 10
+    assert len(queries) <= 2
+    # And the next claim, which is probably like it, asks for few rows
+    with CaptureQueriesContext(connections[alias]) as captured:
+        assert len(subscription.poll(240, 0, 40_000)) == 10
+    limits = [
+        int(count) for query in captured for count in re.findall(r"LIMIT (\d+)", query["sql"])
+    ]
+    assert max(limits) <= 20
+    # Until its values are small
+    publish(transport, *(f"{number:03}" for number in range(200)), topic="t0", priority=9)
+    subscription.pause([TopicPartition(name, 0) for name in names[1:]])
+    assert [len(subscription.poll(180, 0, 40_000)) for _ in range(2)] == [20, 180]
 
 
 @pytest.mark.parametrize("is_held_elsewhere", [True, False])

@@ -216,6 +216,12 @@ class ClaimOrder:
         due_at, rank = self._fair.get(topic, (math.inf, 0))
         return rank if due_at <= self._count else None
 
+    def ranks_before(self, topics: Sequence[str]) -> dict[str, int]:
+        """Return the rank after which this claim begins, of the topics of which it does not begin
+        with the first."""
+        found = ((topic, self.rank_before(topic)) for topic in topics)
+        return {topic: rank for topic, rank in found if rank is not None}
+
     def note(self, topic: str, backlog: int | None, *, is_fair: bool, has_lower: bool) -> None:
         """Note what this claim has taken of a topic.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
 import uuid
 from collections import Counter
@@ -99,24 +100,33 @@ class _Claim(NamedTuple):
 
 
 class _Choice:
-    """What a claim is going to take of its topics: each round gives every topic its share, and the
-    next one what is left to who has more.
+    """What a claim is going to take of its topics: each round gives them even shares of what is
+    left, and the next one is for who may have more.
 
-    :param topics: in the order of the claim.
+    :param topics: in the order of the claim. Where they are more than the rows that are left, the
+        first ones come first.
     :param most: how many rows of a topic it may take, where not as many as in all.
+    :param ranks: of topics that begin with a lower priority: with the rows after this rank.
     :param limit: how many rows in all.
-    :param max_bytes: of values in all.
+    :param max_bytes: of values in all; the last row is the one that reaches it.
     """
 
     def __init__(
-        self, topics: Sequence[str], most: Mapping[str, int], limit: int, max_bytes: int
+        self,
+        topics: Sequence[str],
+        most: Mapping[str, int],
+        ranks: Mapping[str, int],
+        limit: int,
+        max_bytes: int,
     ) -> None:
+        self.ranks = ranks
         self._left = {topic: most.get(topic, limit) for topic in topics}
         self._waiting = [topic for topic in topics if self._left[topic] > 0]
         self._limit, self._max_bytes = limit, max_bytes
         self.rows: list[_Row] = []
-        self.last: dict[str, _Row] = {}
-        """The last row of each topic that may have more."""
+        self._ids = set[int]()
+        self.counts: Counter[str] = Counter()
+        """How many of them are of each topic that was asked."""
 
     @property
     def is_full(self) -> bool:
@@ -127,21 +137,26 @@ class _Choice:
         """Begin a round: return how many rows each topic may have in it; empty if it is over."""
         count = 0 if self.is_full else self._limit - len(self.rows)
         asked, self._waiting = self._waiting[:count], self._waiting[count:]
-        return {topic: min(-(-count // len(asked)), self._left[topic]) for topic in asked}
+        each, more = divmod(count, max(1, len(asked)))
+        shares = {topic: each + (number < more) for number, topic in enumerate(asked)}
+        return {topic: min(share, self._left[topic]) for topic, share in shares.items()}
 
-    def add(self, topic: str, rows: Sequence[_Row], *, has_more: bool) -> None:
-        """Take of these rows what the limits allow.
-
-        :param has_more: whether more of the topic may come after them.
-        """
+    def add(self, topic: str, found: Sequence[_Row], share: int) -> list[_Row]:
+        """Take of a topic's rows its share, as far as the bytes allow; return what is its share."""
+        before = self.ranks.get(topic, math.inf)
+        new = [row for row in found if row.id not in self._ids]
+        new.sort(key=lambda row: (row.rank <= before, row.rank, row.id))
+        rows = new[:share]
         sizes = [row.size or 0 for row in rows]
         allowed = count_within(sizes, self._max_bytes)
         self.rows.extend(rows[:allowed])
+        self._ids.update(row.id for row in rows[:allowed])
+        self.counts[topic] += allowed
         self._left[topic] -= allowed
         self._max_bytes -= sum(sizes[:allowed])
-        if has_more and self._left[topic] > 0:
-            self.last[topic] = rows[-1]
+        if len(rows) == share and self._left[topic] > 0:
             self._waiting.append(topic)
+        return rows
 
 
 class Collision(Exception):
@@ -206,6 +221,9 @@ class DatabaseSubscription(LeasedSubscription):
         """Ids of rows owned here that others had when they were looked at last."""
         self._died: Callable[[Collection[str]], Collection[str]] = lambda workers: workers
         self._worker, self._count_starts = "", _no_starts
+        self._most_fit = sys.maxsize
+        """Rows that a claim of several steps reads at most: after one whose values were too large,
+        twice as many as it took."""
         self._housekeep_at = -math.inf
         self._attempt(0, 0, 0.0)
 
@@ -478,8 +496,11 @@ class DatabaseSubscription(LeasedSubscription):
             topics = self._lock_topics(due)
             # Not before the locks: waiting for them takes time.
             now = self._clock.now()
+            limit = min(limit, self._most_fit)
             small = max_bytes // limit
             rows = self._choose(topics, limit, max_bytes, now, below)
+            is_cut = sum(row.size or 0 for row in rows) >= max_bytes
+            self._most_fit = 2 * len(rows) if is_cut else sys.maxsize
             is_large = [row.id for row in rows if (row.size or 0) > small]
             large = self._values_of(is_large) if is_large else {}
             self._take(rows, now)
@@ -625,69 +646,48 @@ class DatabaseSubscription(LeasedSubscription):
 
         :param below: only rows of a lower rank than this, by topic.
         """
-        choice = _Choice(self._order.next(topics), {} if below else self._most, limit, max_bytes)
-        small = max_bytes // limit
+        ordered = self._order.next(topics)
+        ranks = {} if below else self._order.ranks_before(topics)
+        choice = _Choice(ordered, {} if below else self._most, ranks, limit, max_bytes)
         while shares := choice.next_shares():
-            for topic, rows in self._read(shares, now, choice.last, below, small).items():
+            parts = self._parts_of(choice, shares, now, below, max_bytes // limit)
+            for topic, rows in _read(self._alias, parts):
                 if choice.is_full:
                     break
-                is_first = topic not in choice.last and below is None
-                taken, is_ordered = self._in_order(topic, rows, shares[topic], is_first=is_first)
-                choice.add(topic, taken, has_more=is_ordered and len(taken) == shares[topic])
-        return choice.rows[:limit]
-
-    def _read(
-        self,
-        shares: Mapping[str, int],
-        now: datetime,
-        last: Mapping[str, _Row],
-        below: Mapping[str, int] | None,
-        small: int,
-    ) -> dict[str, list[_Row]]:
-        """Return the next rows of each topic, at least as many as are its share, if there are."""
-        parts = [
-            _sized(part, small)[:share]
-            for topic, share in shares.items()
-            for part in self._parts_of(topic, now, last.get(topic), below)
-        ]
-        found: dict[str, list[_Row]] = {topic: [] for topic in shares}
-        for row in map(_Row._make, _rows_of(self._alias, parts)):
-            found[row.topic].append(row)
-        return found
+                is_first = topic not in choice.counts
+                taken = choice.add(topic, rows, shares[topic])
+                if is_first and not below:
+                    self._note_first(topic, taken, ranks.get(topic), shares[topic])
+        return choice.rows
 
     def _parts_of(
-        self, topic: str, now: datetime, last: _Row | None, below: Mapping[str, int] | None
-    ) -> list[QuerySet[Any, Any]]:
-        """Return the next rows of a topic; in two parts, where its claim begins with a lower
-        priority.
+        self,
+        choice: _Choice,
+        shares: Mapping[str, int],
+        now: datetime,
+        below: Mapping[str, int] | None,
+        small: int,
+    ) -> dict[str, list[QuerySet[Any, Any]]]:
+        """Return what a round reads of each topic: its rows that are due, from the first one on,
+        whatever a round before has read of them: another consumer may have given back one that
+        comes before those. Where it begins with a lower priority, that is a part of its own."""
+        parts = {}
+        for topic, share in shares.items():
+            due = self._due_rows(topic, now)
+            if below is not None:
+                due = due.filter(rank__lt=below[topic])
+            own = [due]
+            if (before := choice.ranks.get(topic)) is not None:
+                own = [due.filter(rank__gt=before), due.filter(rank__lte=before)]
+            count = share + choice.counts[topic]
+            parts[topic] = [_sized(part, small)[:count] for part in own]
+        return parts
 
-        :param last: the row that this claim has read before; None: these are its first.
-        """
-        due = self._due_rows(topic, now)
-        if below is not None:
-            due = due.filter(rank__lt=below[topic])
-        if last is not None:
-            due = due.filter(_after(last))
-        elif below is None and (before := self._order.rank_before(topic)) is not None:
-            return [due.filter(rank__gt=before), due.filter(rank__lte=before)]
-        return [due]
-
-    def _in_order(
-        self, topic: str, rows: list[_Row], share: int, *, is_first: bool
-    ) -> tuple[list[_Row], bool]:
-        """Return the rows that a claim takes of those it has read of a topic, and whether they are
-        in their usual order: it may begin with a lower priority.
-
-        :param is_first: whether these are the first rows of the topic in a claim of all priorities.
-        """
-        before = self._order.rank_before(topic) if is_first else None
-        first = math.inf if before is None else before
-        rows = sorted(rows, key=lambda row: (row.rank <= first, row.rank, row.id))[:share]
-        if is_first:
-            has_lower = before is not None and any(row.rank > before for row in rows)
-            backlog = rows[-1].rank if len(rows) == share else None
-            self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
-        return rows, before is None
+    def _note_first(self, topic: str, rows: Sequence[_Row], before: int | None, share: int) -> None:
+        """Note what the first round of a claim has found of a topic; see ``ClaimOrder.note``."""
+        has_lower = before is not None and any(row.rank > before for row in rows)
+        backlog = rows[-1].rank if len(rows) == share else None
+        self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
 
     def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
         """Return the rows this consumer may claim now, in order: of the highest priority first.
@@ -1047,22 +1047,34 @@ def _sized(rows: QuerySet[TransportMessage], small: int) -> QuerySet[Any, Any]:
     return rows.annotate(size=Length("value"), small_value=value).values_list(*_Row._fields)
 
 
-def _rows_of(alias: str, parts: Sequence[QuerySet[Any, Any]]) -> Iterable[Any]:
-    """Return what these parts return: in one round trip, where a database limits each by itself."""
-    if len(parts) < 2 or not connections[alias].features.supports_slicing_ordering_in_compound:
-        return chain.from_iterable(parts)
-    return parts[0].union(*parts[1:], all=True)
+def _read(
+    alias: str, parts: Mapping[str, Sequence[QuerySet[Any, Any]]]
+) -> Iterator[tuple[str, list[_Row]]]:
+    """Yield each topic and what its parts return. Where that is a query for each, those are made
+    one after the other, as far as they are wanted."""
+    if not _takes_parts(alias):
+        for topic, own in parts.items():
+            yield topic, [*map(_Row._make, chain.from_iterable(own))]
+        return
+    found: dict[str, list[_Row]] = {topic: [] for topic in parts}
+    for row in map(_Row._make, _union([*chain.from_iterable(parts.values())])):
+        found[row.topic].append(row)
+    yield from found.items()
+
+
+def _takes_parts(alias: str) -> bool:
+    """Return whether a database limits each part of a union by itself."""
+    return bool(connections[alias].features.supports_slicing_ordering_in_compound)
+
+
+def _union(parts: Sequence[QuerySet[Any, Any]]) -> Iterable[Any]:
+    return parts[0].union(*parts[1:], all=True) if len(parts) > 1 else chain.from_iterable(parts)
 
 
 def _topics_of(alias: str, parts: Iterable[QuerySet[TransportMessage]]) -> set[str]:
     """Return the topics of these rows, of which each part has those of one."""
     first = [part.order_by().values_list("topic", flat=True)[:1] for part in parts]
-    return set(_rows_of(alias, first))
-
-
-def _after(row: _Row) -> Q:
-    """Rows that come after this one in a topic's order."""
-    return Q(rank__gt=row.rank) | Q(rank=row.rank, id__gt=row.id)
+    return set(_union(first) if _takes_parts(alias) else chain.from_iterable(first))
 
 
 def _may_begin(rows: Sequence[_Row], records: Sequence[Record], begins: claims.Begins) -> bool:

@@ -310,6 +310,14 @@ def test_a_poll_fetches_an_eighth_of_the_room_or_two_records_for_each_lane(most,
     assert plan({}, free=free, most=most)[0] == planned
 
 
+@pytest.mark.parametrize(("most", "unsettled"), [(16, 14), (60, 53), (100, 88), (800, 700)])
+@pytest.mark.parametrize("lanes", [1, 8, 64])
+def test_a_log_is_read_no_further_whatever_partition_the_records_come_from(most, unsettled, lanes):
+    """Another partition has more room; the broker says whose records come."""
+    count, full = plan({}, free=most, most=most, uncommitted={A0: unsettled, B0: 0}, lanes=lanes)
+    assert A0 in full or unsettled + count <= most
+
+
 def test_a_topic_holds_no_more_than_it_leaves_free():
     assert plan({A0: 199, A1: 199}, free=402) == (100, NO_PARTITIONS)
     assert plan({A0: 199, A1: 199}, free=398) == (100, {A0, A1})
