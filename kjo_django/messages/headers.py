@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from binascii import a2b_base64
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -292,7 +293,7 @@ def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:
 
 def from_json(stored: Mapping[str, str]) -> dict[str, bytes]:
     """Undo ``to_json``."""
-    return _in_their_order({name: base64.b64decode(value) for name, value in stored.items()})
+    return _in_their_order({name: a2b_base64(value) for name, value in stored.items()})
 
 
 def _in_their_order(headers: dict[str, bytes]) -> dict[str, bytes]:
