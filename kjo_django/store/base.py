@@ -432,23 +432,25 @@ class Store:
         """
         if not completions:
             return set()
-        connection = connections[self.alias]
-        prepare = _FIELDS["finished_at"].get_db_prep_save
-        prepare_id, binary = _FIELDS["id"].get_db_prep_save, _FIELDS["result"].get_db_prep_save
-        rows, moment = [], prepare(now, connection)
+        connection: Any = connections[self.alias]
+        # Past Django's fields: they take as long for a job as SQLite does to write it.
+        adapt = connection.ops.adapt_datetimefield_value
+        has_uuids = connection.features.has_native_uuid_field
+        binary = _FIELDS["result"].get_db_prep_save
+        rows, moment = [], adapt(now)
         # The expiry is common to nearly all: to prepare it takes longer than to write it.
         expiry: dict[int, Any] = {}
         for one in completions:
             ttl = one.row.result_ttl if one.result_ttl is None else one.result_ttl
             if ttl not in expiry:
-                expiry[ttl] = prepare(now + timedelta(milliseconds=ttl), connection)
+                expiry[ttl] = adapt(now + timedelta(milliseconds=ttl))
             *place, since = one.place or NOWHERE
             rows.append(
                 (
-                    *(moment, one.worker, one.attempt, prepare(one.started_at, connection)),
+                    *(moment, one.worker, one.attempt, adapt(one.started_at)),
                     None if one.result is None else binary(one.result, connection),
-                    *(ttl, expiry[ttl], *place, since and prepare(since, connection)),
-                    *(prepare_id(one.row.id, connection), one.row.generation),
+                    *(ttl, expiry[ttl], *place, since and adapt(since)),
+                    *(one.row.id if has_uuids else one.row.id.hex, one.row.generation),
                     *(() if token is None else (token,)),
                 )
             )

@@ -16,9 +16,9 @@ import kjo_django
 from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 294
-MOST_CLASSES = 589
-MOST_CORE_LINES = 29_700
+MOST_MODULES = 295
+MOST_CLASSES = 590
+MOST_CORE_LINES = 29_770
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

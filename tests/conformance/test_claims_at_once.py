@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,9 +22,11 @@ from kjo_django.store.session_changes import changed, notice
 from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.database.claims import MOST_AHEAD, MOST_LOST, Asked
-from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
+from kjo_django.transports.database.subscription import DatabaseSubscription
 from kjo_django.values import ANY_SIZE
 from tests.clocks import SetClock
+from tests.conformance.any_rows import any_row
+from tests.conformance.due_by_orm import due_by_orm
 
 pytestmark = pytest.mark.postgres
 
@@ -47,7 +49,7 @@ def test_a_claim_at_once_takes_what_one_step_by_step_takes(alias: str, seed: int
     ):
         now = timezone.now()
         TransportMessage.objects.using(alias).bulk_create(
-            _any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
+            any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
             for _ in range(draw.choice((20, 200)))
         )
         me.limit({topic: draw.randint(1, 9) for topic in topics if draw.random() < 0.3})
@@ -62,7 +64,10 @@ def test_a_claim_at_once_takes_what_one_step_by_step_takes(alias: str, seed: int
         before = list(TransportMessage.objects.using(alias).order_by("id"))
         order = copy.deepcopy(me._order)
         available = {
-            topic: me._due_rows(topic, now).filter(rank__lt=(below or {}).get(topic, 99)).count()
+            topic: due_by_orm(
+                *(alias, "g", me._token, Asked(topic, 1, below=(below or {}).get(topic, 99))),
+                *(me._skipped.get(topic, ()), now),
+            ).count()
             for topic in topics
         }
         if below is None:
@@ -100,7 +105,7 @@ def test_a_claim_tells_what_is_ahead_as_the_query_of_other_databases_does(
     ):
         now = timezone.now()
         rows = [
-            _any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
+            any_row(draw, draw.choice(topics), now, mine=me._token, theirs=other._token)
             for _ in range(draw.choice((0, 2, 20)))
         ]
         for row in rows:
@@ -140,23 +145,6 @@ def test_what_is_ahead_of_many_rows_is_asked_apart(alias: str) -> None:
         assert not subscription._plan.is_idle, "the first claim has found nothing"
         subscription.poll(10, 0)
         assert subscription._plan.is_idle
-
-
-def _any_row(draw: random.Random, topic: str, now: datetime, **tokens: str) -> TransportMessage:
-    key = draw.choice((None, b"k1", b"k2", b"%d" % draw.randint(0, 99)))
-    whose = draw.choice(("", "", "", "", *tokens.values()))
-    ends = now + timedelta(seconds=draw.choice((-60, 60)))
-    return TransportMessage(
-        topic=topic,
-        consumer_group="g",
-        key=key,
-        key_hash=None if key is None else key_hash(key),
-        value=draw.choice((None, b"", b"x" * draw.randint(1, 3000))),
-        rank=draw.randint(-2, 2),
-        available_at=now + timedelta(seconds=draw.choice((-9, -1, 60))),
-        lease_token=whose,
-        lease_expires_at=ends if whose else None,
-    )
 
 
 def _by_topic(records: Iterable[Record]) -> dict[str, list[Any]]:

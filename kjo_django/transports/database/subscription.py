@@ -17,12 +17,10 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
-from django.db.models import Case, Count, Exists, Q, QuerySet, Value, When
-from django.db.models.functions import Coalesce, Length
+from django.db.models import Count, Exists, QuerySet
 
 from kjo_django.clock import Clock
 from kjo_django.logs import get_logger
@@ -41,6 +39,7 @@ from kjo_django.transports.base import (
     TopicPartition,
 )
 from kjo_django.transports.database import claims, runs
+from kjo_django.transports.database.due_rows import DueRow, DueRows
 from kjo_django.transports.database.plans import ClaimOrder, LookPlan
 from kjo_django.transports.leased_records import LeasedSubscription
 from kjo_django.values import ANY_SIZE, count_within
@@ -64,23 +63,6 @@ _LOCKED = ("database is locked", "database table is locked", "database schema is
 _BATCH = 5_000
 URGENT_INTERVAL = 0.2
 """Seconds between looks for records that are more urgent than what a consumer is full of."""
-
-
-class _Row(NamedTuple):
-    """What a claim reads of a row."""
-
-    id: int
-    topic: str
-    key: bytes | None
-    small_value: bytes | None
-    """None: it is not small, or there is none."""
-    headers: Any
-    published_at: datetime
-    rank: int
-    deliveries: int
-    lease_token: str
-    size: int | None
-    """Bytes of the value; None: there is none."""
 
 
 class _Claim(NamedTuple):
@@ -123,7 +105,7 @@ class _Choice:
         self._left = {topic: most.get(topic, limit) for topic in topics}
         self._waiting = [topic for topic in topics if self._left[topic] > 0]
         self._limit, self._max_bytes = limit, max_bytes
-        self.rows: list[_Row] = []
+        self.rows: list[DueRow] = []
         self._ids = set[int]()
         self.counts: Counter[str] = Counter()
         """How many of them are of each topic that was asked."""
@@ -141,7 +123,7 @@ class _Choice:
         shares = {topic: each + (number < more) for number, topic in enumerate(asked)}
         return {topic: min(share, self._left[topic]) for topic, share in shares.items()}
 
-    def add(self, topic: str, found: Sequence[_Row], share: int) -> list[_Row]:
+    def add(self, topic: str, found: Sequence[DueRow], share: int) -> list[DueRow]:
         """Take of a topic's rows its share, as far as the bytes allow; return what is its share."""
         before = self.ranks.get(topic, math.inf)
         new = [row for row in found if row.id not in self._ids]
@@ -202,6 +184,7 @@ class DatabaseSubscription(LeasedSubscription):
             self._statements = claims.ClaimStatements(of_postgres, group, self._token)
         self._on_registered = on_registered
         locks_rows = connections[alias].features.has_select_for_update
+        self._due_rows = DueRows(alias, group, self._token)
         self._plan = LookPlan(poll_interval, clock, locks_rows=locks_rows)
         self._sees_commits = connections[alias].vendor == "sqlite"
         self._order = ClaimOrder()
@@ -332,11 +315,10 @@ class DatabaseSubscription(LeasedSubscription):
     def _urgent_topics(self, below: Mapping[str, int]) -> dict[str, int]:
         """Return those of the topics of which a row of a lower rank than this may be claimed."""
         now = self._clock.now()
+        asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
         if self._statements is None:
-            urgent = (self._due_rows(each, now).filter(rank__lt=below[each]) for each in below)
-            due = _topics_of(self._alias, urgent)
+            due = self._due_rows.due_topics(asked, self._skipped, now)
         else:
-            asked = [claims.Asked(topic, 1, below=rank) for topic, rank in below.items()]
             due = set(self._statements.due_topics(asked, self._skipped, now)[0] if asked else ())
         return {topic: rank for topic, rank in below.items() if topic in due}
 
@@ -431,18 +413,16 @@ class DatabaseSubscription(LeasedSubscription):
     ) -> list[claims.Asked]:
         """Return what a claim asks for, in its order. Of a backlog one of a few begins with a lower
         priority."""
-        asked: list[claims.Asked] = []
-        for topic in self._order.next(due):
-            if below is not None:
-                asked.append(claims.Asked(topic, limit, below=below[topic]))
-                continue
-            most = min(limit, self._most.get(topic, limit))
-            if (rank := self._order.rank_before(topic)) is None:
-                asked.append(claims.Asked(topic, most))
-            else:
-                asked.append(claims.Asked(topic, most, above=rank))
-                asked.append(claims.Asked(topic, most, below=rank + 1))
-        return asked
+        return [
+            one
+            for topic in self._order.next(due)
+            for one in _asked_of(
+                topic,
+                limit if below else min(limit, self._most.get(topic, limit)),
+                below,
+                self._order.rank_before(topic),
+            )
+        ]
 
     def _note_order(
         self, claimed: claims.Claimed, left: Mapping[str, bool], *, is_cut: bool
@@ -511,7 +491,7 @@ class DatabaseSubscription(LeasedSubscription):
         self._count_dead({row.id: row.lease_token for row in rows}, records)
         return _Claim(topics, records, is_full, is_begun)
 
-    def _take(self, rows: Sequence[_Row], now: datetime) -> None:
+    def _take(self, rows: Sequence[DueRow], now: datetime) -> None:
         """Lease all of these rows, or none: an owner whose lease had run out may renew or settle at
         this very moment, and taking what is left would let a row overtake an earlier one of its
         key."""
@@ -521,7 +501,7 @@ class DatabaseSubscription(LeasedSubscription):
         if _change(self._alias, _TAKE, [self._token, until, since], ids) != len(ids):
             raise Collision
 
-    def _is_full(self, rows: Sequence[_Row], limit: int, max_bytes: int) -> bool:
+    def _is_full(self, rows: Sequence[DueRow], limit: int, max_bytes: int) -> bool:
         """Return whether a claim has taken as much as it may, of all topics or of one of them."""
         counts = Counter(row.topic for row in rows)
         return (
@@ -530,7 +510,7 @@ class DatabaseSubscription(LeasedSubscription):
             or any(0 < most <= counts[topic] for topic, most in self._most.items())
         )
 
-    def _record_of(self, row: _Row, large: Mapping[int, bytes]) -> Record:
+    def _record_of(self, row: DueRow, large: Mapping[int, bytes]) -> Record:
         value = None
         if row.size is not None:
             value = large[row.id] if row.small_value is None else bytes(row.small_value)
@@ -571,8 +551,8 @@ class DatabaseSubscription(LeasedSubscription):
     def _topics_with_rows(self, topics: Sequence[str]) -> list[str]:
         """Return those of the topics of which a row may be claimed, in their order."""
         now = self._clock.now()
+        asked = [claims.Asked(topic, 1) for topic in topics]
         if self._statements is not None:
-            asked = [claims.Asked(topic, 1) for topic in topics]
             due, ahead = self._statements.due_topics(asked, self._skipped, now)
             if not due and self._plan.hears_publishers:
                 self._note_ahead(ahead, topics, now)
@@ -580,7 +560,7 @@ class DatabaseSubscription(LeasedSubscription):
         if self._is_due_later(topics, now):
             return []
         # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-        found = _topics_of(self._alias, (self._due_rows(topic, now) for topic in topics))
+        found = self._due_rows.due_topics(asked, self._skipped, now)
         return [topic for topic in topics if topic in found]
 
     def _note_ahead(self, ahead: float | None, topics: Sequence[str], now: datetime) -> None:
@@ -624,14 +604,11 @@ class DatabaseSubscription(LeasedSubscription):
         if not features.has_select_for_update:
             store_for(self._alias).take_write_lock(TransportSubscription)
             return topics
-        locked = (
-            TransportSubscription.objects.using(self._alias)
-            .select_for_update(skip_locked=features.has_select_for_update_skip_locked)
-            .filter(topic__in=topics, consumer_group=self._group)
-            .order_by("id")
-            .values_list("topic", flat=True)
-        )
-        return list(locked)
+        skips = " SKIP LOCKED" if features.has_select_for_update_skip_locked else ""
+        with connections[self._alias].cursor() as cursor:
+            places = ", ".join(["%s"] * len(topics))
+            cursor.execute(_LOCK.format(places) + skips, [*topics, self._group])
+            return [topic for (topic,) in cursor.fetchall()]
 
     def _choose(
         self,
@@ -640,7 +617,7 @@ class DatabaseSubscription(LeasedSubscription):
         max_bytes: int,
         now: datetime,
         below: Mapping[str, int] | None,
-    ) -> list[_Row]:
+    ) -> list[DueRow]:
         """Return the first due rows, giving each topic its share and what is left to who has more.
         The values of an even share come along with their rows.
 
@@ -650,8 +627,9 @@ class DatabaseSubscription(LeasedSubscription):
         ranks = {} if below else self._order.ranks_before(topics)
         choice = _Choice(ordered, {} if below else self._most, ranks, limit, max_bytes)
         while shares := choice.next_shares():
-            parts = self._parts_of(choice, shares, now, below, max_bytes // limit)
-            for topic, rows in _read(self._alias, parts):
+            asked = self._asked_in_round(choice, shares, below)
+            found = self._due_rows.read(asked, self._skipped, now, max_bytes // limit)
+            for topic, rows in found:
                 if choice.is_full:
                     break
                 is_first = topic not in choice.counts
@@ -660,62 +638,24 @@ class DatabaseSubscription(LeasedSubscription):
                     self._note_first(topic, taken, ranks.get(topic), shares[topic])
         return choice.rows
 
-    def _parts_of(
-        self,
-        choice: _Choice,
-        shares: Mapping[str, int],
-        now: datetime,
-        below: Mapping[str, int] | None,
-        small: int,
-    ) -> dict[str, list[QuerySet[Any, Any]]]:
+    def _asked_in_round(
+        self, choice: _Choice, shares: Mapping[str, int], below: Mapping[str, int] | None
+    ) -> dict[str, list[claims.Asked]]:
         """Return what a round reads of each topic: its rows that are due, from the first one on,
         whatever a round before has read of them: another consumer may have given back one that
-        comes before those. Where it begins with a lower priority, that is a part of its own."""
-        parts = {}
-        for topic, share in shares.items():
-            due = self._due_rows(topic, now)
-            if below is not None:
-                due = due.filter(rank__lt=below[topic])
-            own = [due]
-            if (before := choice.ranks.get(topic)) is not None:
-                own = [due.filter(rank__gt=before), due.filter(rank__lte=before)]
-            count = share + choice.counts[topic]
-            parts[topic] = [_sized(part, small)[:count] for part in own]
-        return parts
+        comes before those."""
+        return {
+            topic: _asked_of(topic, share + choice.counts[topic], below, choice.ranks.get(topic))
+            for topic, share in shares.items()
+        }
 
-    def _note_first(self, topic: str, rows: Sequence[_Row], before: int | None, share: int) -> None:
+    def _note_first(
+        self, topic: str, rows: Sequence[DueRow], before: int | None, share: int
+    ) -> None:
         """Note what the first round of a claim has found of a topic; see ``ClaimOrder.note``."""
         has_lower = before is not None and any(row.rank > before for row in rows)
         backlog = rows[-1].rank if len(rows) == share else None
         self._order.note(topic, backlog, is_fair=before is not None, has_lower=has_lower)
-
-    def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
-        """Return the rows this consumer may claim now, in order: of the highest priority first.
-
-        A key in flight at another consumer is left alone entirely, so a key is at one consumer at a
-        time; rows of that key wait, rows of others pass. The busy keys are an uncorrelated subquery
-        on purpose: their number is bounded by the rows in flight, and databases hash it once,
-        whereas a correlated one tempts PostgreSQL to sort the whole backlog.
-        """
-        rows = group_rows(self._alias, self._group)
-        busy = (
-            # The topic is hidden in an expression: SQLite would walk the backlog by its index on
-            # topic and group, where the partial index leads to the rows in flight.
-            rows.alias(same_topic=Coalesce("topic", Value("")))
-            .filter(same_topic=topic, lease_expires_at__gt=now, key_hash__isnull=False)
-            # Spelled like the condition of the partial index, or it is not used.
-            .exclude(lease_token="")
-            .exclude(lease_token=self._token)
-            .values("key_hash")
-        )
-        due = (
-            rows.filter(_unleased(now), topic=topic, available_at__lte=now)
-            .exclude(lease_token=self._token)
-            .exclude(key_hash__in=busy)
-            .order_by("rank", "id")
-        )
-        skipped = self._skipped.get(topic)
-        return due.exclude(key_hash__in=skipped) if skipped else due
 
     # --- Membership -------------------------------------------------------------------------------
 
@@ -1038,46 +978,23 @@ def group_rows(alias: str, group: str) -> QuerySet[TransportMessage]:
     return TransportMessage.objects.using(alias).filter(consumer_group=group)
 
 
-def _sized(rows: QuerySet[TransportMessage], small: int) -> QuerySet[Any, Any]:
-    """Return what a claim reads of rows.
+def _asked_of(
+    topic: str, most: int, below: Mapping[str, int] | None, before: int | None
+) -> list[claims.Asked]:
+    """Return what is asked of a topic. Where it begins with a lower priority, the rows of that are
+    a part of its own.
 
-    :param small: the longest value that comes along with its row, in bytes.
+    :param below: see ``DatabaseSubscription._claim``.
+    :param before: the rank after which it begins, see ``ClaimOrder.rank_before``.
     """
-    value = Case(When(size__lte=small, then="value"))
-    return rows.annotate(size=Length("value"), small_value=value).values_list(*_Row._fields)
+    if below is not None:
+        return [claims.Asked(topic, most, below=below[topic])]
+    if before is None:
+        return [claims.Asked(topic, most)]
+    return [claims.Asked(topic, most, above=before), claims.Asked(topic, most, below=before + 1)]
 
 
-def _read(
-    alias: str, parts: Mapping[str, Sequence[QuerySet[Any, Any]]]
-) -> Iterator[tuple[str, list[_Row]]]:
-    """Yield each topic and what its parts return. Where that is a query for each, those are made
-    one after the other, as far as they are wanted."""
-    if not _takes_parts(alias):
-        for topic, own in parts.items():
-            yield topic, [*map(_Row._make, chain.from_iterable(own))]
-        return
-    found: dict[str, list[_Row]] = {topic: [] for topic in parts}
-    for row in map(_Row._make, _union([*chain.from_iterable(parts.values())])):
-        found[row.topic].append(row)
-    yield from found.items()
-
-
-def _takes_parts(alias: str) -> bool:
-    """Return whether a database limits each part of a union by itself."""
-    return bool(connections[alias].features.supports_slicing_ordering_in_compound)
-
-
-def _union(parts: Sequence[QuerySet[Any, Any]]) -> Iterable[Any]:
-    return parts[0].union(*parts[1:], all=True) if len(parts) > 1 else chain.from_iterable(parts)
-
-
-def _topics_of(alias: str, parts: Iterable[QuerySet[TransportMessage]]) -> set[str]:
-    """Return the topics of these rows, of which each part has those of one."""
-    first = [part.order_by().values_list("topic", flat=True)[:1] for part in parts]
-    return set(_union(first) if _takes_parts(alias) else chain.from_iterable(first))
-
-
-def _may_begin(rows: Sequence[_Row], records: Sequence[Record], begins: claims.Begins) -> bool:
+def _may_begin(rows: Sequence[DueRow], records: Sequence[Record], begins: claims.Begins) -> bool:
     """Return whether these rows begin along with their claim; see ``claims.Begins``."""
     keyed = (
         each.key is not None and each.key != each.headers.get(names.JOB_ID) for each in records
@@ -1096,11 +1013,6 @@ def _ids_of(records: Iterable[Record]) -> dict[int, bytes]:
 
 def _no_starts() -> int:
     return 0
-
-
-def _unleased(now: datetime) -> Q:
-    """Rows nobody holds: never handed out, handed back, or left by somebody who is gone."""
-    return Q(lease_expires_at__isnull=True) | Q(lease_expires_at__lte=now)
 
 
 def count_lag(
@@ -1126,6 +1038,9 @@ SELECT COALESCE(
 )"""
 """When one of these rows was due, and otherwise when the first of them will be. The first that is
 due ends the search: only where none is are all of them read."""
+_LOCK = """
+SELECT topic FROM kjo_transport_subscription
+WHERE topic IN ({}) AND consumer_group = %s ORDER BY id FOR UPDATE"""
 _DELETE = "{delete} WHERE lease_token = %s"
 _TAKE = """
 {update} SET lease_token = %s, lease_expires_at = %s
