@@ -19,8 +19,6 @@ publisher wakes this consumer, too, and nobody does for a row whose time has com
 IDLE_INTERVAL = 1.0
 """Seconds between two looks of an idle consumer that hears of every publication: it could have
 missed one."""
-CLOSE_TOGETHER = 0.025
-"""Seconds between two claims of a stream of jobs."""
 FAIR_EVERY, SELDOM_FAIR_EVERY = 4, 16
 """Of so many claims of a backlog one begins with the next lower priority there is, so that none
 starves; the second number holds while no lower one is found."""
@@ -127,8 +125,7 @@ class LookPlan:
         """Note that a publisher has woken the consumer, or that somebody has committed."""
         self._next_wait = SHORTEST_WAIT
         self.end_idleness()
-        if self._locks_rows and self._clock.monotonic() - self._claimed_at > CLOSE_TOGETHER:
-            # Else it looks first: what is published meanwhile is claimed along.
+        if self._locks_rows:
             self.may_have_more = self._is_woken = True
 
     def note_look(self, seconds: float) -> None:
