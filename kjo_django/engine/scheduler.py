@@ -40,8 +40,8 @@ RAMP_INTERVAL = 0.1
 """Seconds between looks at whether more coroutines may start while none ends."""
 AHEAD = 1.0
 """Seconds. As many deliveries of a queue may wait as lanes have taken in so long."""
-MOST_GROUPS = 2000
-"""Groups of which is known when lanes took them: more than they take within a second."""
+MANY_GROUPS = 2000
+"""Groups that lanes have taken of which those of earlier seconds are forgotten, at the latest."""
 GROUPS_AHEAD = 2
 """For how many groups of each free lane deliveries may wait."""
 LEAST_OF_A_KEY = 8
@@ -220,9 +220,11 @@ class GroupScheduler:
         """Coroutines that run, by queue."""
         self._ramps: defaultdict[str, StartRamp] = defaultdict(lambda: StartRamp(ramp_up or 0))
         self._has_ramps = ramp_up is not None
-        self._taken_lately: deque[tuple[float, str, int]] = deque(maxlen=MOST_GROUPS)
-        """The groups that lanes took last: when (monotonic), of which queue, and of how many
-        deliveries."""
+        self._taken_lately: deque[tuple[float, str, int]] = deque()
+        """The groups that lanes took within the last second, and earlier ones that are not
+        forgotten yet: when (monotonic), of which queue, and of how many deliveries."""
+        self._taken_counts: Counter[str] = Counter()
+        """Deliveries of these groups, by queue."""
         self._taken_last: dict[str, tuple[str, int]] = {}
         """The handler of what was taken last of each queue, and of how many jobs its calls are."""
         self._modes: defaultdict[str, set[bool]] = defaultdict(set)
@@ -471,7 +473,10 @@ class GroupScheduler:
         if self._is_weighted:
             self._charge(name)
         count = len(group.deliveries)
+        if len(self._taken_lately) >= MANY_GROUPS:  # nobody asks what was taken on a log
+            self._forget_taken(now)
         self._taken_lately.append((now, queue, count))
+        self._taken_counts[queue] += count
         self._taken_last[queue] = first.kind, first.batch or 1
         self._modes[queue].add(name[1])
         self._left -= count
@@ -920,7 +925,7 @@ class GroupScheduler:
         within the last second, or two groups for each lane that is free or has taken its group
         within that second."""
         limit = self._limits.get(queue, NO_LIMIT)
-        taken = sum(n for at, of, n in self._taken_lately if of == queue and now - at < AHEAD)
+        self._forget_taken(now)
         recent = [each for each in self._in_lanes if now - each.began < AHEAD]
         own = sum(each.queue == queue for each in recent)
         lanes = max(0, min(self._idle + len(recent), limit.groups - self._groups[queue] + own))
@@ -928,7 +933,13 @@ class GroupScheduler:
         budget = self._budget.seconds
         run_time = max(self._run_times.get(kind, budget), budget / self._size)
         size = max(batch, 1, int(budget / run_time))
-        return int(min(max(taken, GROUPS_AHEAD * lanes * size), self._left))
+        return int(min(max(self._taken_counts[queue], GROUPS_AHEAD * lanes * size), self._left))
+
+    def _forget_taken(self, now: float) -> None:
+        """Forget the groups that lanes took a second ago or earlier."""
+        while self._taken_lately and now - self._taken_lately[0][0] >= AHEAD:
+            _, queue, count = self._taken_lately.popleft()
+            self._taken_counts[queue] -= count
 
     def _count_startable(
         self, subscription: Subscription, queues: Collection[str]

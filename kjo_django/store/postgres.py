@@ -997,7 +997,8 @@ def _left_leases(
 
 def _answer(cursor: Any) -> list[Any]:
     """Return the rows of a cursor's present result, or how many rows its statement has changed."""
-    return list(cursor.fetchall()) if cursor.description else [(cursor.rowcount,)]
+    # Of psycopg's result: a description of its columns takes longer than reading a row of them.
+    return list(cursor.fetchall()) if cursor.pgresult.nfields else [(cursor.rowcount,)]
 
 
 def _count_parameters(changes: Mapping[int, StepCounts]) -> list[Any]:
