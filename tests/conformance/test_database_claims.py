@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, connections, transaction
+from django.db.models import JSONField, Value
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
@@ -115,6 +116,18 @@ def texts(records: list[Record]) -> list[str]:
 
 
 # --- Publishing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{"job": "YQ"}, {"job": 7}, ["job"], None, "\u00e9"])
+def test_a_row_with_odd_headers_does_not_keep_those_behind_it_from_being_claimed(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe, headers: Any
+) -> None:
+    subscription = subscribe()
+    transport.publish([OutgoingRecord("t", b"odd"), OutgoingRecord("t", b"good")])
+    # JSON's null, not the column's, which it refuses
+    odd = Value(None, JSONField()) if headers is None else headers
+    TransportMessage.objects.using(alias).filter(value=b"odd").update(headers=odd)
+    assert [record.value for record in subscription.poll(10, 5)] == [b"odd", b"good"]
 
 
 def test_more_is_published_at_once_than_a_server_takes_in_a_statement(

@@ -25,7 +25,7 @@ from django.db.models import Count, Exists, QuerySet
 from kjo_django.clock import Clock
 from kjo_django.logs import get_logger
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import from_json
+from kjo_django.messages.headers import from_any_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
 from kjo_django.store import store_for
@@ -450,7 +450,7 @@ class DatabaseSubscription(LeasedSubscription):
             offset=row.id,
             key=row.key,
             value=row.value,
-            headers=from_json(row.headers),
+            headers=from_any_json(row.headers),
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
@@ -520,7 +520,7 @@ class DatabaseSubscription(LeasedSubscription):
             offset=row.id,
             key=None if row.key is None else bytes(row.key),
             value=value,
-            headers=from_json(row.headers),
+            headers=from_any_json(row.headers),
             timestamp=row.published_at,
             token=(self._token, row.id),
             priority=-row.rank,
