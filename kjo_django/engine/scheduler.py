@@ -41,7 +41,8 @@ RAMP_INTERVAL = 0.1
 AHEAD = 1.0
 """Seconds. As many deliveries of a queue may wait as lanes have taken in so long."""
 MANY_GROUPS = 2000
-"""Groups that lanes have taken of which those of earlier seconds are forgotten, at the latest."""
+"""Number of groups in the list of those taken lately from which old ones are dropped, although no
+poll asks for their number, as on a log."""
 GROUPS_AHEAD = 2
 """For how many groups of each free lane deliveries may wait."""
 LEAST_OF_A_KEY = 8
@@ -473,7 +474,7 @@ class GroupScheduler:
         if self._is_weighted:
             self._charge(name)
         count = len(group.deliveries)
-        if len(self._taken_lately) >= MANY_GROUPS:  # nobody asks what was taken on a log
+        if len(self._taken_lately) >= MANY_GROUPS:
             self._forget_taken(now)
         self._taken_lately.append((now, queue, count))
         self._taken_counts[queue] += count

@@ -86,6 +86,29 @@ def _read(row: TransportMessage, small: int) -> DueRow:
     )
 
 
+def test_a_value_comes_along_up_to_the_length_that_is_asked_for(alias: str) -> None:
+    now = timezone.now()
+    for value in (None, b"", b"12", b"123"):
+        TransportMessage.objects.using(alias).create(topic="t", consumer_group="g", value=value)
+    rows = DueRows(alias, "g", "me")
+    ((_, found),) = rows.read({"t": [Asked("t", 9)]}, {}, now + timedelta(seconds=9), 2)
+    assert [(row.small_value, row.size) for row in found] == [
+        *((None, None), (b"", 0), (b"12", 2), (None, 3))
+    ]
+
+
+def test_keys_in_flight_are_found_by_the_partial_index(sqlite_alias: str) -> None:
+    """SQLite would read all that waits of the topic, for each look and each claim."""
+    connection = connections[sqlite_alias]
+    with CaptureQueriesContext(connection) as queries:
+        DueRows(sqlite_alias, "g", "me").due_topics([Asked("t", 1)], {}, timezone.now())
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN QUERY PLAN {queries[0]['sql']}")
+        steps = " ".join(step for *_, step in cursor.fetchall())
+    assert "kjo_message_rank_idx (topic=? AND consumer_group=?)" in steps
+    assert "USING INDEX kjo_message_lease_idx" in steps
+
+
 def test_bounds_of_ranks_that_leave_nothing_out_are_not_asked(alias: str) -> None:
     """MariaDB would take the range of them for more rows than the topic has."""
     with CaptureQueriesContext(connections[alias]) as queries:
