@@ -17,7 +17,7 @@ from kjo_django.garbage_collection import paused
 
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 295
-MOST_CLASSES = 590
+MOST_CLASSES = 591
 MOST_CORE_LINES = 29_770
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""

@@ -28,6 +28,7 @@ from kjo_django.engine.admission import HeldBack, end_expired
 from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Departed, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
+    FreshConnections,
     TransactionGuard,
     freshen_connections,
     is_of_database,
@@ -163,7 +164,8 @@ class LaneRunner:
         until = time.monotonic() + self._runtime.group_budget.seconds
         has_begun, steps = False, in_steps(attempts)
         for number, step in enumerate(steps, start=1):
-            ended.put_not_run([attempt for attempt in step if attempt.ending is not None])
+            if not_run := [attempt for attempt in step if attempt.ending is not None]:
+                ended.put_not_run(not_run)
             if has_begun and (self._stopping.is_set() or time.monotonic() >= until):
                 continue
             calls = [
@@ -185,14 +187,15 @@ class LaneRunner:
         whether any was made: those that may not start are deferred."""
         # Before permits are taken: what is written here may take longer than a start may be late.
         ended.before_handler()
-        ended.put_not_run(self._defer_what_may_not_start(calls))
+        if refused := self._defer_what_may_not_start(calls):
+            ended.put_not_run(refused)
         if not calls:
             return False
         began = time.monotonic()
-        self._call(calls, self._fresh_connections())
+        self._call(calls, FreshConnections(is_own=self._is_own))
         for attempt in calls:
             if attempt.ending is None:
-                self._call([attempt], self._fresh_connections())
+                self._call([attempt], FreshConnections(is_own=self._is_own))
         ended.held_back.after(calls)
         ended.put(began, calls)
         return True
@@ -209,23 +212,6 @@ class LaneRunner:
             attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
             calls.remove(attempt)
         return refused
-
-    @contextmanager
-    def _fresh_connections(self) -> Iterator[None]:
-        """Leave to the next call connections like new.
-
-        :raises TransactionManagementError: a transaction was left open, and so was undone.
-        """
-        # The blocks of atomic() a call is made in: none, in a thread of a worker's own.
-        outer = None if self._is_own else open_blocks()
-        left = None
-        try:
-            with watching():
-                yield
-        finally:
-            left = freshen_connections(is_own=self._is_own, outer=outer)
-        if left is not None:
-            raise left
 
     def _call(
         self,
@@ -280,7 +266,8 @@ def _fresh_others(using: str) -> Iterator[None]:
     outer = open_blocks()
     with watching(but=using):
         yield
-    if left := freshen_connections(outer=outer, but=using, may_close=False):
+    others = [each for each in connections.all(initialized_only=True) if each.alias != using]
+    if left := freshen_connections(outer=outer, may_close=False, among=others):
         raise left
 
 

@@ -9,7 +9,7 @@ from django.db import DatabaseError, IntegrityError, connection, connections, tr
 
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler.connections import freshen_connections
-from kjo_django.exceptions import HandlerTimeout
+from kjo_django.exceptions import HandlerTimeout, PermanentError
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.testing import drain
@@ -306,6 +306,21 @@ def test_what_was_never_committed_is_not_completed(bench, leave, batch):
     # And the others have taken effect: once, but for those a batch took with it
     connection.close()
     assert {"a", "c"} == set(entries())
+
+
+@both
+def test_what_a_handler_raises_counts_also_where_it_leaves_a_transaction_open(bench):
+    """A verdict of the handler is not replaced by the error of the transaction it has left."""
+
+    def refuse(job: str) -> None:
+        enter_and_stay()
+        raise PermanentError("The order is not there")
+
+    as_job(refuse, "bench.refusing", atomic=False).enqueue(job="a")
+    bench.run()
+    letter = DeadLetter.objects.get()
+    assert (letter.attempts, letter.error) == (1, "The order is not there")
+    assert settled(bench)
 
 
 @both
