@@ -46,6 +46,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{link}: no such heading"
 
 
+NOTES = sorted((ROOT / "docs" / "design").glob("*.md"))
+WORDS_READ_IN_FIVE_MINUTES = 5 * 270
+
+
+def test_there_is_a_design_note_for_each_room_and_no_more() -> None:
+    assert len(NOTES) <= 12
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
+def test_a_design_note_is_read_in_five_minutes(note: Path) -> None:
+    """Tables are looked up, not read."""
+    prose = [line for line in note.read_text().splitlines() if not line.startswith("|")]
+    text = re.sub(r"\]\([^)]*\)", "]", " ".join(prose))
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= WORDS_READ_IN_FIVE_MINUTES
+
+
 @each_page
 def test_python_compiles(page: Path) -> None:
     for _indent, language, code in FENCE.findall(page.read_text()):
