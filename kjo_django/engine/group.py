@@ -65,7 +65,7 @@ from kjo_django.engine.handler.connections import (
     watching,
 )
 from kjo_django.engine.handler.context import JobContext, facts_of
-from kjo_django.engine.handler.log_lines import jobs_logger, log_end
+from kjo_django.engine.handler.log_lines import log_end, logs_all
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -99,6 +99,9 @@ _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
 """Endings that the group's own transaction makes durable."""
 
 _step_of = attrgetter("step")
+_attempt_of = attrgetter("attempt")
+_has_own_lease = attrgetter("has_own_lease")
+_joins_transactions = attrgetter("subscription.joins_transactions")
 
 Listener = Callable[[Sequence[Attempt]], None]
 """Is called with attempts whose endings are durable."""
@@ -272,7 +275,7 @@ class Pipeline:
     def _run_once(self, deliveries: Sequence[Delivery], running: Departed | None) -> list[Delivery]:
         freshen_connections(is_own=self._is_workers)
         left, deferred, held_back = list(deliveries), list[Delivery](), HeldBack()
-        if any(delivery.attempt is not None for delivery in deliveries):
+        if any(map(_attempt_of, deliveries)):
             left, deferred = self._settle_known(deliveries, held_back)
         if not left:
             return deferred
@@ -508,7 +511,7 @@ class Pipeline:
             registry.limited or self._runtime.limit_controls or self.limiter.has_limited_queues
         ):
             return self._run_limited(deliveries, running)
-        if any(each.has_own_lease for each in deliveries):
+        if any(map(_has_own_lease, deliveries)):
             deliveries, others = self._begin(deliveries)
             if others and deliveries:
                 return others + self._run_claimed(deliveries, running, is_permitted=True)
@@ -827,7 +830,7 @@ class Pipeline:
             marked = {attempt.key for attempt in admitted if attempt.is_marked}
             self._runtime.store.delete_markers(marked - {attempt.key for attempt in completed})
         durable = [attempt for attempt in admitted if attempt.ending in _OF_GROUP]
-        if any(delivery.subscription.joins_transactions for delivery in part):
+        if any(map(_joins_transactions, part)):
             recorder.acknowledge_within(durable)
         # But for those that have a hook to be called under their leases.
         settled = [a.delivery for a in durable if not a.delivery.handler.observes]
@@ -1266,9 +1269,9 @@ class Pipeline:
             return
         if tracing.tracer is not None:
             tracing.tracer.settled(attempts)
-        logs_all = jobs_logger.isEnabledFor(logging.INFO)
+        is_logged = logs_all()
         for attempt in attempts:
-            is_quiet = attempt.ending is Ending.COMPLETED and not logs_all
+            is_quiet = attempt.ending is Ending.COMPLETED and not is_logged
             if attempt.delivery.handler.observes or not is_quiet:
                 _report(attempt)
         # Those who wait for a job; of duplicates too, since the worker before may have died between

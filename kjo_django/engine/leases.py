@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import TypeVar
 from uuid import UUID
 
@@ -33,6 +34,10 @@ from kjo_django.transports.base import Subscription
 T = TypeVar("T")
 
 logger = get_logger("kjo_django")
+
+_lease_of = attrgetter("lease")
+_has_own_lease = attrgetter("has_own_lease")
+_NOBODYS = timedelta(), 0
 
 WARNING_INTERVAL = 10.0
 MAX_UNRELEASED = 10_000
@@ -116,9 +121,9 @@ class LeaseBook:
 
         :param ttl: of leases of coordination, where their queue has its own.
         """
-        if any(delivery.has_own_lease for delivery in deliveries):
+        if any(map(_has_own_lease, deliveries)):
             return self._claim_records(deliveries, ttl)
-        ttl, names = ttl or self.ttl, [delivery.lease for delivery in deliveries]
+        ttl, names = ttl or self.ttl, [*map(_lease_of, deliveries)]
         if self._breaker.is_open():
             return self._own_unasked(deliveries)
         if self._unreleased or self._leaving:
@@ -137,15 +142,18 @@ class LeaseBook:
         else:
             self._breaker.record_success()
         each = zip(deliveries, claims, strict=True)
-        acquired = [(delivery, claim.deliveries) for delivery, claim in each if claim.acquired]
-        counts = Counter(delivery.lease for delivery, _ in acquired)
+        acquired = {delivery: claim.deliveries for delivery, claim in each if claim.acquired}
+        counts = Counter(map(_lease_of, acquired))
         with self._lock:
-            self._held.update((name, (ttl, count)) for name, count in counts.items())
+            self._held.update({name: (ttl, count) for name, count in counts.items()})
         # Not before: who settles one of them meanwhile would leave its lease without an owner.
-        for delivery, count in acquired:
-            owned = self.owned.setdefault(delivery, Owned())
-            # Not answered, it may be the second claim of a run that knew more.
-            owned.claims = max(owned.claims, count)
+        for delivery, count in acquired.items():
+            owned = self.owned.get(delivery)
+            if owned is None:
+                self.owned[delivery] = Owned(count)
+            else:
+                # Not answered, it may be the second claim of a run that knew more.
+                owned.claims = max(owned.claims, count)
         return claims
 
     def lease_rows(self, rows: Mapping[Delivery, JobRow]) -> set[Delivery]:
@@ -283,8 +291,8 @@ class LeaseBook:
             self.let_rows_go(ids)
 
     def _take_out(self, deliveries: Iterable[Delivery]) -> list[tuple[Delivery, Owned]]:
-        popped = ((delivery, self.owned.pop(delivery, None)) for delivery in deliveries)
-        return [(delivery, owned) for delivery, owned in popped if owned is not None]
+        take = self.owned.pop
+        return [(each, owned) for each in deliveries if (owned := take(each, None)) is not None]
 
     # --- Leases of records ------------------------------------------------------------------------
 
@@ -512,12 +520,10 @@ class LeaseBook:
         back. The caller holds the lock."""
         dropped = []
         for name in names:
-            if name not in self._held:
-                continue
-            ttl, count = self._held.pop(name)
+            ttl, count = self._held.pop(name, _NOBODYS)
             if count > 1:
                 self._held[name] = (ttl, count - 1)
-            else:
+            elif count:
                 dropped.append(name)
         if self._slots:
             slots = self._slots_of(name for name in names if name not in self._held)

@@ -527,8 +527,9 @@ class GroupScheduler:
         """
         if delivery.mode not in TIMED:
             return 0.0
-        is_alone = delivery.kind in self._alone and delivery.mode is Mode.ATOMIC
-        seconds = count * (unknown if is_alone else self._run_times.get(delivery.kind, unknown))
+        seconds = count * self._run_times.get(delivery.kind, unknown)
+        if self._alone and delivery.kind in self._alone and delivery.mode is Mode.ATOMIC:
+            seconds = count * unknown
         if self._shares_run and not delivery.asks_again:
             seconds *= self._shares_run.get(delivery.kind, 1.0)
         return seconds
@@ -1020,7 +1021,9 @@ class GroupScheduler:
 def _may_follow(taken: list[Delivery], delivery: Delivery, is_in_budget: bool) -> bool:
     """Return whether a delivery runs in one group with those that were taken before it."""
     first = taken[0]
-    if delivery.mode is not first.mode or delivery.asks_again != first.asks_again:
+    if delivery.mode is not first.mode:
+        return False
+    if delivery.limit_state is not first.limit_state and delivery.asks_again != first.asks_again:
         return False
     if first.mode is Mode.CONCURRENT:
         # Those of a group run at the same time, those of a key must not.

@@ -20,8 +20,8 @@ def array_text(values: Iterable[object]) -> str:
 
     psycopg looks at the elements of a list one by one, in Python.
     """
-    inside = ",".join(["NULL" if value is None else f'"{value}"' for value in values])
-    return f"{{{inside}}}"
+    inside = '","'.join(map(str, values))
+    return f'{{"{inside}"}}'.replace('"None"', "NULL") if inside else "{}"
 
 
 def text_array(values: Sequence[str]) -> str | list[str]:

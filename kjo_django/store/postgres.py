@@ -511,9 +511,9 @@ class PostgresStore(Store):
             places = list(map(list, columns))
         return _COMPLETE, [
             *(now, now, ids),
-            array_text(one.row.generation for one in completions),
-            array_text(one.attempt for one in completions),
-            array_text(one.started_at for one in completions),
+            array_text([one.row.generation for one in completions]),
+            array_text([one.attempt for one in completions]),
+            array_text([one.started_at for one in completions]),
             "{}" if results.count(None) == len(results) else results,
             "{}" if lifetimes.count(None) == len(lifetimes) else array_text(lifetimes),
             text_array(workers) if any(workers) else "{}",
@@ -886,7 +886,7 @@ def lends_sessions(
 
 
 def _marker_parameters(keys: Sequence[EventKey], now: datetime | None) -> list[Any]:
-    ids = array_text(f"{value:032x}" for value in uuid7_values(len(keys)))
+    ids = array_text(map("{:032x}".format, uuid7_values(len(keys))))
     return [now or CLOCK.now(), ids, *map(text_array, zip(*keys, strict=True))]
 
 

@@ -79,10 +79,11 @@ class Statistics(PeriodicDuty):
         with self._lock:
             for attempt in attempts:
                 delivery, ending = attempt.delivery, attempt.ending
-                if ending not in _COUNTERS:
+                counter = _COUNTERS.get(ending)
+                if counter is None:
                     continue
                 bucket = self._buckets[minute, delivery.queue.name, delivery.kind]
-                bucket.counts[_COUNTERS[ending]] += 1
+                bucket.counts[counter] += 1
                 self.processed += ending in _RAN
                 self.failed += ending is Ending.DEAD
                 self.retried += ending is Ending.RETRIED

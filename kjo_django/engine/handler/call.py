@@ -13,9 +13,9 @@ each item runs again alone, in the same attempt: only the guilty one fails.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +27,14 @@ from typing import Any, cast
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
 from django.db import connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
 from kjo_django import tracing
 from kjo_django.clock import CLOCK
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
-from kjo_django.engine.handler.connections import watching
+from kjo_django.engine.handler.connections import TransactionGuard, watching
 from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
-from kjo_django.engine.handler.log_lines import jobs_logger, log_starts
+from kjo_django.engine.handler.log_lines import log_starts, logs_all
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.enqueue.storing import AfterCommit
 from kjo_django.exceptions import (
@@ -189,8 +188,7 @@ def call_step(
     watch: TimeoutWatch,
     step: Sequence[Attempt],
     around: AbstractContextManager[object] = _NOTHING,
-    connection: BaseDatabaseWrapper | None = None,
-    is_shared: bool = False,
+    guard: TransactionGuard | None = None,
 ) -> BaseException | None:
     """Make one call of a handler from this thread, and note in its attempts how it ended.
 
@@ -199,31 +197,26 @@ def call_step(
 
     :param step: one attempt, or several of a batch handler's.
     :param around: is entered for the call. What that raises fails the call.
-    :param connection: that of this thread to the database of jobs, where the caller has it: to look
-        it up takes more than a microsecond.
-    :param is_shared: whether its transaction is that of others, too.
+    :param guard: of the transaction it is made in; None: it is made outside any.
     :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
     handler = step[0].delivery.handler
-    runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
+    runs = [(each, made) for each in step if (made := _context_of(runtime, each, guard))]
     if not runs:
         return None
-    if jobs_logger.isEnabledFor(logging.INFO):
+    if logs_all():
         log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
-    for _, run in runs:
-        run.is_shared = is_shared
     # Variables that the handler sets, such as the active language and time zone, are its own.
-    variables, connection = copy_context(), connection or connections[runtime.database]
+    variables = copy_context()
+    connection = connections[runtime.database] if guard is None else guard.connection
     count, began = len(connection.run_on_commit), time.perf_counter()
     try:
         with around:
             call = chain(handler, watch, tracing.tracer, False, runtime.settings.middleware)
             _note_results(handler, runs, began, variables.run(call, context))
-            registered: list[Any] = connection.run_on_commit
-            for number, (sids, callback, is_robust) in enumerate(registered[count:], count):
-                if not isinstance(getattr(callback, "__self__", None), AfterCommit):
-                    registered[number] = sids, partial(variables.run, callback), is_robust
+            if len(connection.run_on_commit) > count:
+                _bind_callbacks(connection.run_on_commit, count, variables)
     except BaseException as error:
         if is_interrupt(error):
             raise
@@ -232,15 +225,26 @@ def call_step(
     return None
 
 
+def _bind_callbacks(registered: list[Any], count: int, variables: contextvars.Context) -> None:
+    """Let the ``on_commit`` callbacks of a call find the variables that its handler has left.
+
+    :param registered: the connection's.
+    :param count: number of those that were there before the call.
+    """
+    for number, (sids, callback, is_robust) in enumerate(registered[count:], count):
+        if not isinstance(getattr(callback, "__self__", None), AfterCommit):
+            registered[number] = sids, partial(variables.run, callback), is_robust
+
+
 async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attempt]) -> None:
     """Make one call of an asynchronous handler on the loop this is awaited on, outside any
     transaction, and note in its attempts how it ended. The items of a batch that raises are called
     again one by one."""
     handler = step[0].delivery.handler
-    runs = [(each, made) for each in step if (made := _context_of(runtime, each)) is not None]
+    runs = [(each, made) for each in step if (made := _context_of(runtime, each))]
     if not runs:
         return
-    if jobs_logger.isEnabledFor(logging.INFO):
+    if logs_all():
         log_starts(attempt for attempt, _ in runs)
     context = runs[0][1] if handler.options.batch is None else _batch_of(runs)
     began = time.perf_counter()
@@ -260,9 +264,14 @@ Runs = Sequence[tuple[Attempt, JobContext]]
 """The attempts that one call runs, each with the context of its job."""
 
 
-def _context_of(runtime: Runtime, attempt: Attempt) -> JobContext | None:
+def _context_of(
+    runtime: Runtime, attempt: Attempt, guard: TransactionGuard | None = None
+) -> JobContext | None:
     """Return the context of an attempt that is about to run, a batch's item where its handler takes
-    batches. One whose payload cannot be read has failed instead: None."""
+    batches. One whose payload cannot be read has failed instead: None.
+
+    :param guard: of the transaction it runs in, if it runs in one.
+    """
     delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
     handler, queue, headers = delivery.handler, delivery.queue, delivery.record.headers
     is_batch = handler.options.batch is not None
@@ -306,6 +315,7 @@ def _context_of(runtime: Runtime, attempt: Attempt) -> JobContext | None:
         payload,
     )
     context.workflow = attempt.step
+    context.is_shared = guard is not None and guard.is_shared
     return context
 
 
@@ -437,11 +447,13 @@ def _enter(context: Context) -> tuple[Token[Any], Token[Any]]:
     the tokens that end both. A context manager would cost every job two microseconds more."""
     runs = context.items if isinstance(context, BatchContext) else (context,)
     first, *others = [run.delivery.record.headers if run.delivery else {} for run in runs]
-    found = {
-        name: first[name].decode("utf-8", "replace")
-        for name in names.INHERITED
-        if first.get(name) and all(other.get(name) == first[name] for other in others)
-    }
+    found: dict[str, str] = {}
+    if not first.keys().isdisjoint(names.INHERITED):
+        found = {
+            name: first[name].decode("utf-8", "replace")
+            for name in names.INHERITED
+            if first.get(name) and all(other.get(name) == first[name] for other in others)
+        }
     return running.set(context), names.inheriting.set(names.usable(found) if found else found)
 
 
@@ -543,7 +555,7 @@ def _invocation(handler: Handler) -> Call:
             positional, named = handler.arguments(context.payload)
             first = (context,) if takes_context else ()
             result = function(*first, *positional, **named)
-        if not handler.is_async and inspect.iscoroutine(result):
+        if result is not None and not handler.is_async and inspect.iscoroutine(result):
             result.close()
             raise PermanentError(
                 f"{handler.name} has returned a coroutine that nobody awaits: a decorator hides "

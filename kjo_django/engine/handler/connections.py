@@ -276,6 +276,7 @@ def drop_broken_connections() -> None:
 _OPEN, _UNUSABLE, _NONE = "open", "unusable", "none"
 _PQ_IDLE, _PQ_ACTIVE, _PQ_IN_TRANSACTION, _PQ_IN_ERROR = 0, 1, 2, 3
 """Of libpq's PGTransactionStatusType."""
+_PQ_STATES = {_PQ_ACTIVE: _OPEN, _PQ_IN_TRANSACTION: _OPEN, _PQ_IN_ERROR: _UNUSABLE}
 _MYSQL_IN_TRANSACTION, _MYSQL_AUTOCOMMIT = 1, 2
 """Of the flags with which a MariaDB or MySQL server ends each answer; PyMySQL keeps the last."""
 
@@ -288,21 +289,19 @@ def _transaction_state(connection: BaseDatabaseWrapper, *, has_begun: bool = Fal
     :param has_begun: False: it counts as open where the next query begins it, too.
     """
     raw: Any = connection.connection
+    # The driver of most workers comes first: this is asked around every query of a handler.
+    if (server := getattr(raw, "pgconn", None)) is not None:
+        status = server.transaction_status
+        begins = not has_begun and status == _PQ_IDLE and not raw.autocommit
+        return _OPEN if begins else _PQ_STATES.get(status, _NONE)
     if (flags := getattr(raw, "server_status", None)) is not None:
         begins = not has_begun and not flags & _MYSQL_AUTOCOMMIT
-        return _OPEN if flags & _MYSQL_IN_TRANSACTION or begins else _NONE
-    if (server := getattr(raw, "pgconn", None)) is None:
-        try:
-            is_open = getattr(raw, "in_transaction", None)
-        except Exception:
-            return _NONE  # closed past Django
-        return is_open if is_open is None else (_NONE, _OPEN)[bool(is_open)]
-    if server.transaction_status == _PQ_IN_ERROR:
-        return _UNUSABLE
-    if server.transaction_status in (_PQ_ACTIVE, _PQ_IN_TRANSACTION):
-        return _OPEN
-    begins = not has_begun and server.transaction_status == _PQ_IDLE and not raw.autocommit
-    return _OPEN if begins else _NONE
+        return _OPEN if raw.open and (flags & _MYSQL_IN_TRANSACTION or begins) else _NONE
+    try:
+        is_open = getattr(raw, "in_transaction", None)
+    except Exception:
+        return _NONE  # closed past Django
+    return is_open if is_open is None else (_NONE, _OPEN)[bool(is_open)]
 
 
 def answers(using: str) -> bool:
@@ -491,12 +490,15 @@ class TransactionGuard:
         :param cursor: the driver's cursor that has executed it.
         """
         connection = self.connection
+        state = _transaction_state(connection, has_begun=True)
+        if state in (_OPEN, _UNUSABLE):
+            return
         raw: Any = connection.connection
         is_closed = raw is None or connection.closed_in_transaction
         # psycopg says "closed", PyMySQL and mysqlclient "open".
         if is_closed or getattr(raw, "closed", False) or not getattr(raw, "open", True):
             self.note(self.calls)
-        elif _transaction_state(connection, has_begun=True) == _NONE:
+        elif state == _NONE:
             self.note(self.calls, sql, cursor)
 
     def note_changed_sessions(self) -> None:
@@ -555,7 +557,7 @@ class TransactionGuard:
             self.has_changed |= note_changes(self.connection, text)
         elif self.store.changing:
             lowered = sql.lower()
-            if any(part in lowered for part in self.store.changing):
+            if any(map(lowered.__contains__, self.store.changing)):
                 self.has_changed |= note_changes(self.connection, sql)
         if is_asked:
             self._ask(f"SAVEPOINT {_GUARD}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from kjo_django.engine.attempt import Attempt, Ending
@@ -12,6 +13,8 @@ from kjo_django.logs import Logger, get_logger
 from kjo_django.messages.serializers import one_line
 
 jobs_logger = get_logger("kjo_django.jobs")
+logs_all = partial(jobs_logger.logger.isEnabledFor, logging.INFO)
+"""Returns whether a line is written for each start and each completion."""
 _LINES: dict[Ending | None, tuple[str, Logger, int]] = {
     Ending.COMPLETED: ("Completed", jobs_logger, logging.INFO),
     Ending.CANCELLED: ("Cancelled", jobs_logger, logging.INFO),

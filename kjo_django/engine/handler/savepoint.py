@@ -84,32 +84,34 @@ class LazySavepoint:
     def _before_query(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
+        if not self._opens and (self._sid is not None or not self._left_open):
+            return execute(sql, params, many, context)
         left_open = self._left_open
+        query = execute, sql, params, many, context
         try:
-            return self._execute(execute, sql, params, many, context)
+            return self._open_with(query) if self._opens else self._release_with(query)
         except Error as error:
             if left_open and f'"{left_open}"' in str(error):
                 # By the driver's own connection, most likely.
                 self._guard.note(self._unseen or self._left_open_by)
             raise
 
-    def _execute(
-        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
-    ) -> Any:
-        query = execute, sql, params, many, context
-        if not self._opens:
-            if self._left_open and self._sid is None:
-                left_open, self._left_open = self._left_open, ""
-                send = self._ahead if _goes_alone(*query) else _along
-                return send(_releasing(left_open), *query)
-            return execute(sql, params, many, context)
+    def _release_with(self, query: _Query) -> Any:
+        """Release the savepoint of the last handler with a query that is no handler's."""
+        left_open, self._left_open = self._left_open, ""
+        send = self._ahead if _goes_alone(*query) else _along
+        return send(_releasing(left_open), *query)
+
+    def _open_with(self, query: _Query) -> Any:
+        """Open the savepoint with the first query of a handler, or before it."""
         self._opens = False
         if self._sends_several:
             return self._open_along(query)
         sid = self._connection.savepoint()
         if sid is not None:
             self._note(sid)
-        return execute(sql, params, many, context)
+        execute, *arguments = query
+        return execute(*arguments)
 
     def _note(self, sid: str) -> None:
         # Below what the handler's own atomic blocks have pushed meanwhile. Callbacks registered

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 
@@ -52,6 +52,8 @@ OVERRUN = 100
 """Times its budget a group may run before it ends with the handler that runs: what has completed is
 committed, and what has not begun comes up again."""
 _seconds_of = attrgetter("seconds")
+_key_of = attrgetter("key")
+_limit_state_of = attrgetter("delivery.limit_state")
 _RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 
 
@@ -122,7 +124,7 @@ class LaneRunner:
                 raised = self._call(step, savepoint or guard.pristine(), guard)
                 if raised is not None:
                     _check_goes_on(guard, savepoint, raised)
-                guard.ran += [attempt for attempt in step if attempt.ending is not None]
+                guard.ran += step if raised is None else _ended(step)
 
     def _steps_of(
         self, attempts: Sequence[Attempt], guard: TransactionGuard
@@ -131,20 +133,24 @@ class LaneRunner:
         after the calls before it, or may not start, ends here without one. Each has to be called
         before the next is asked for."""
         until = time.monotonic() + OVERRUN * self._runtime.group_budget.seconds
-        ran: dict[EventKey, Attempt] = {}
-        held_back = HeldBack()
-        for number, step in enumerate(in_steps(attempts)):
-            if number > 0:
-                is_late = guard.has_changed or time.monotonic() >= until
-                _end_before_call(step, ran, held_back, is_late=is_late)
-            calls = [attempt for attempt in step if attempt.ending is None]
-            self._defer_what_may_not_start(calls)
+        held_back, ran = HeldBack(), dict[EventKey, Attempt]()
+        last: Sequence[Attempt] = ()
+        # Mostly a group has one record of each message, and no limits.
+        has_copies = len(set(map(_key_of, attempts))) < len(attempts)
+        has_limits = any(map(_limit_state_of, attempts))
+        for step in in_steps(attempts):
+            held_back.after(last)
+            if has_copies:
+                _end_copies(step, last, ran)
+            is_late = bool(last) and (guard.has_changed or time.monotonic() >= until)
+            calls = _may_begin(step, held_back, is_late=is_late)
+            if has_limits:
+                self._defer_what_may_not_start(calls)
             if calls:
                 yield calls
             if len(calls) > 1:
                 yield from _items_again(calls, guard)
-            held_back.after(step)
-            ran |= {attempt.key: attempt for attempt in step if attempt.ending in _RAN}
+            last = step
 
     def run_leased(
         self,
@@ -224,11 +230,10 @@ class LaneRunner:
 
         :param guard: of the transaction, where it is made in one.
         """
-        of_transaction = () if guard is None else (guard.connection, guard.is_shared)
-        raised = call_step(self._runtime, self._watch, step, around, *of_transaction)
+        raised = call_step(self._runtime, self._watch, step, around, guard)
         if guard is not None and changed:
             guard.note_changed_sessions()
-        ended = [attempt for attempt in step if raised is None or attempt.error is not None]
+        ended = step if raised is None else [each for each in step if each.error is not None]
         if not ended:
             return raised
         seconds = max(map(_seconds_of, ended))
@@ -244,6 +249,10 @@ class LaneRunner:
             else:
                 failures.judge(self._runtime, attempt)
         return raised
+
+
+def _ended(step: Sequence[Attempt]) -> list[Attempt]:
+    return [attempt for attempt in step if attempt.ending is not None]
 
 
 def _may_complete_alone(attempt: Attempt, guard: TransactionGuard) -> bool:
@@ -283,25 +292,38 @@ def _items_again(batch: Sequence[Attempt], guard: TransactionGuard) -> Iterator[
             yield [attempt]
 
 
-def _end_before_call(
-    step: Sequence[Attempt], ran: Mapping[EventKey, Attempt], held_back: HeldBack, *, is_late: bool
-) -> None:
-    """End what is not to run after the calls before it.
+def _may_begin(step: Sequence[Attempt], held_back: HeldBack, *, is_late: bool) -> list[Attempt]:
+    """Return which attempts of the next call run after the calls before it; the others end.
 
-    :param ran: the attempts of these calls.
     :param is_late: nothing more begins in the group.
     """
+    may_begin = []
     for attempt in step:
-        if attempt.key in ran:
-            _end_copy(attempt, ran[attempt.key])
-        elif attempt.ending is not None:
+        if attempt.ending is not None:
             continue
-        elif is_late:
+        if is_late:
             attempt.ending, attempt.reason = Ending.DEFERRED, Reason.OUT_OF_BUDGET
         elif held_back and held_back.covers(attempt.delivery):
             attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
         else:
             end_expired(attempt)
+            if attempt.ending is None:
+                may_begin.append(attempt)
+    return may_begin
+
+
+def _end_copies(
+    step: Sequence[Attempt], last: Sequence[Attempt], ran: dict[EventKey, Attempt]
+) -> None:
+    """End the attempts of the next call whose messages have run in the group.
+
+    :param last: the attempts of the call before.
+    :param ran: those of earlier ones; these are added to it.
+    """
+    ran |= {attempt.key: attempt for attempt in last if attempt.ending in _RAN}
+    for attempt in step:
+        if first := ran.get(attempt.key):
+            _end_copy(attempt, first)
 
 
 def _end_copy(attempt: Attempt, first: Attempt) -> None:

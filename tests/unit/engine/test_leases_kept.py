@@ -117,5 +117,17 @@ def test_a_lease_cannot_be_taken_anew_while_it_is_released_late(bench, monkeypat
     assert [claim.acquired for claim in bench.leases.claim(owners)] == [True]
 
 
+def test_a_lease_that_this_worker_has_not_is_not_given_back(bench, monkeypatch):
+    # Given what another worker, or nobody, has leased
+    coordination, asked = get_coordination(), []
+    theirs = f"CONS:{uuid7()}"
+    assert coordination.claim([theirs], "theirs", bench.leases.ttl)[0].acquired
+    monkeypatch.setattr(coordination, "release", lambda names, *_, **__: asked.append(names))
+    # When
+    bench.leases.release([theirs, f"CONS:{uuid7()}"])
+    # Then coordination is not even asked
+    assert not asked
+
+
 def raising(*arguments, **options):
     raise CoordinationError("away")
