@@ -42,6 +42,7 @@ FOLDERS = {
     "tests/faults": Tier.LARGE,
     "tests/kdlq": Tier.MEDIUM,
     "tests/mixed": Tier.LARGE,
+    "tests/mutants": Tier.MEDIUM,
     "tests/packaging": Tier.MEDIUM,
     "tests/simulation": Tier.MEDIUM,
     "tests/trace": Tier.MEDIUM,
