@@ -296,7 +296,7 @@ def _transaction_state(connection: BaseDatabaseWrapper, *, has_begun: bool = Fal
         return _OPEN if begins else _PQ_STATES.get(status, _NONE)
     if (flags := getattr(raw, "server_status", None)) is not None:
         begins = not has_begun and not flags & _MYSQL_AUTOCOMMIT
-        return _OPEN if raw.open and (flags & _MYSQL_IN_TRANSACTION or begins) else _NONE
+        return _OPEN if flags & _MYSQL_IN_TRANSACTION or begins else _NONE
     try:
         is_open = getattr(raw, "in_transaction", None)
     except Exception:
@@ -490,13 +490,15 @@ class TransactionGuard:
         :param cursor: the driver's cursor that has executed it.
         """
         connection = self.connection
-        state = _transaction_state(connection, has_begun=True)
-        if state in (_OPEN, _UNUSABLE):
-            return
         raw: Any = connection.connection
-        is_closed = raw is None or connection.closed_in_transaction
-        # psycopg says "closed", PyMySQL and mysqlclient "open".
-        if is_closed or getattr(raw, "closed", False) or not getattr(raw, "open", True):
+        state = _transaction_state(connection, has_begun=True)
+        # psycopg says "closed", PyMySQL and mysqlclient "open"; of a closed one PyMySQL still knows
+        # the last state.
+        is_open = getattr(raw, "open", True)
+        if is_open and state in (_OPEN, _UNUSABLE):
+            return
+        is_closed = raw is None or connection.closed_in_transaction or getattr(raw, "closed", False)
+        if is_closed or not is_open:
             self.note(self.calls)
         elif state == _NONE:
             self.note(self.calls, sql, cursor)

@@ -323,6 +323,29 @@ def test_what_a_handler_raises_counts_also_where_it_leaves_a_transaction_open(be
     assert settled(bench)
 
 
+@pytest.mark.parametrize("real_database", ["mariadb"], indirect=True)
+@pytest.mark.usefixtures("real_database")
+def test_what_was_begun_by_hand_and_lost_with_its_connection_is_not_completed(bench):
+    """PyMySQL remembers of a closed connection that a transaction was open, which tells of it."""
+
+    # Given
+    def write(number: int) -> None:
+        if number == 1:
+            begin_by_hand()
+        Entry.objects.create(job=str(number))
+        if number == 1:
+            connection.connection.close()
+
+    as_job(write, atomic=False, max_attempts=1).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    bench.run()
+    connection.close()
+    # Then
+    states = [job.state for job in Job.objects.order_by("id")]
+    assert states == ["completed", "failed", "completed"]
+    assert entries() == {"0": 1, "2": 1}
+
+
 @both
 def test_a_block_whose_connection_was_closed_is_not_completed(bench):
     """Django leaves such a block without a word."""
