@@ -35,7 +35,7 @@ class Clock:
 
     now: Callable[[], datetime] = staticmethod(lambda: datetime.now(UTC))
     """Returns the current instant, aware. Django's ``timezone.now`` looks up a setting each time,
-    which takes twice as long again."""
+    and takes more than twice as long."""
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Returns seconds of a clock that never goes back, for durations and deadlines."""
 

@@ -20,6 +20,8 @@ WORKERS = 4
 TRIES = 3
 """Tests that may fail and pass when they are repeated, before a stage is given up."""
 OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--tb=no")
+NOT_OF_A_TIER = ("tests/checks", "tests/mutants")
+"""Tests that look at the text of the package: the form of a mutant's line would fail them."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
 """A test, or a file that cannot be imported."""
 _TESTS_FAILED, _INTERRUPTED, _NONE_CHOSEN = 1, 2, 5
@@ -65,7 +67,7 @@ def judge(mutant: Mutant, copy: Path, stages: Sequence[str]) -> Verdict:
 def _tests_of(stage: str, mutant: Mutant, copy: Path) -> Sequence[str]:
     """Return the arguments that choose the tests of a stage."""
     if stage != "own":
-        return [f"--tier={stage}", "tests"]
+        return [f"--tier={stage}", "tests", *(f"--ignore={each}" for each in NOT_OF_A_TIER)]
     return [str(path) for path in own_tests(mutant.path, copy)]
 
 

@@ -10,6 +10,7 @@ from tests.mutants import judging, sites
 from tests.mutants.judging import JudgingError, judge, own_tests
 from tests.mutants.sites import Change, mutants_of
 
+ITS_TEST = "tests/unit/store/test_numbers.py::test_it"
 SOURCE = "def larger(a, b):\n    return a if a > b else b\n"
 
 
@@ -30,21 +31,21 @@ def repository(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def judged(repository: Path, body: str, change: Change) -> judging.Verdict:
+def judged(repository: Path, body: str, change: Change, stage: str = "own") -> judging.Verdict:
     """Return what becomes of the module's mutant of a kind, with one test of this body."""
     test = f"from kjo_django.store.numbers import larger\ndef test_it():\n    {body}\n"
     (repository / "tests/unit/store/test_numbers.py").write_text(test)
     path = "kjo_django/store/numbers.py"
     mutants = mutants_of(SOURCE.encode(), path)
     (mutant,) = (each for each in mutants if each.change is change)
-    verdict = judge(mutant, repository, ["own"])
+    verdict = judge(mutant, repository, [stage])
     assert (repository / path).read_text() == SOURCE
     return verdict
 
 
 def test_a_mutant_is_killed_by_the_test_that_fails(repository):
     verdict = judged(repository, "assert larger(1, 2) == 2", Change.NEGATION)
-    assert verdict.killed_by == "tests/unit/store/test_numbers.py::test_it"
+    assert verdict.killed_by == ITS_TEST
     assert verdict.stage == "own"
 
 
@@ -68,6 +69,21 @@ def test_a_run_that_ends_without_a_failed_test_is_no_verdict(repository):
     """Such a mutant passed for killed, and nobody had looked at it."""
     with pytest.raises(JudgingError, match="pytest ended with 3"):
         judged(repository, "import os; os._exit(3)", Change.BOUND)
+
+
+def test_what_looks_at_the_text_of_the_package_kills_nothing(repository):
+    """A negated condition stands in brackets that the formatter would take away."""
+    tests = repository / "tests"
+    option = "def pytest_addoption(parser): parser.addoption('--tier')"
+    (tests / "conftest.py").write_text(option)
+    for folder in judging.NOT_OF_A_TIER:
+        (repository / folder).mkdir()
+        (repository / folder / "test_text.py").write_text("def test_it(): assert False")
+    passes = "assert larger(1, 2) == 2"
+    assert judged(repository, passes, Change.BOUND, "medium").killed_by == ""
+    # And what runs it does
+    verdict = judged(repository, passes, Change.NEGATION, "medium")
+    assert (verdict.killed_by, verdict.stage) == (ITS_TEST, "medium")
 
 
 def test_a_modules_tests_are_those_of_its_name_or_of_its_package(repository):
