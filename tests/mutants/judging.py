@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ MOST_SECONDS = 1800
 """Seconds that a run of tests may take. A mutant that makes them hang is noticed by that."""
 WORKERS = 4
 TRIES = 3
-"""Tests that may fail and pass when they are repeated, before a stage is given up."""
+"""Tests of a stage that may fail for other reasons, before it is given up."""
 OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--tb=no")
 NOT_OF_A_TIER = ("tests/checks", "tests/mutants")
 """Tests that look at the text of the package: the form of a mutant's line would fail them."""
@@ -38,7 +39,7 @@ class Verdict:
 
     mutant: Mutant
     killed_by: str
-    """The test that failed, and failed when it was repeated; "": none did."""
+    """The test that fails with the mutant each time, and passes without it; "": there is none."""
     stage: str
     """Which tests it took: ``own`` are those of its module; "": it survived."""
     seconds: float
@@ -49,19 +50,25 @@ def judge(mutant: Mutant, copy: Path, stages: Sequence[str]) -> Verdict:
 
     :param copy: a copy of the repository; is the original again afterwards.
     :param stages: ``own``, or names of tiers.
-    :raises JudgingError: pytest ended in another way than with failed tests.
+    :raises JudgingError: pytest ended in another way than with failed tests, or too many of them
+        fail for other reasons.
     """
     began = time.monotonic()
+    for stage in stages:
+        if killed_by := _killer(mutant, _tests_of(stage, mutant, copy), copy):
+            return Verdict(mutant, killed_by, stage, round(time.monotonic() - began, 1))
+    return Verdict(mutant, "", "", round(time.monotonic() - began, 1))
+
+
+@contextmanager
+def _changed(mutant: Mutant, copy: Path) -> Iterator[None]:
     module = copy / mutant.path
     source = module.read_bytes()
     module.write_bytes(mutant.apply(source))
     try:
-        for stage in stages:
-            if killed_by := _killer(_tests_of(stage, mutant, copy), copy):
-                return Verdict(mutant, killed_by, stage, round(time.monotonic() - began, 1))
+        yield
     finally:
         module.write_bytes(source)
-    return Verdict(mutant, "", "", round(time.monotonic() - began, 1))
 
 
 def _tests_of(stage: str, mutant: Mutant, copy: Path) -> Sequence[str]:
@@ -85,15 +92,19 @@ def own_tests(path: str, root: Path) -> Sequence[Path]:
     return [each.relative_to(root) for each in named] or [directory]
 
 
-def _killer(chosen: Sequence[str], copy: Path) -> str:
-    """Return which of the tests fails, and fails again by itself; "" if none does."""
-    steady: list[str] = []
-    for _ in range(TRIES):
-        failed = _first_failure([*chosen, *(f"--deselect={each}" for each in steady)], copy)
-        if not failed or _first_failure([failed], copy):
+def _killer(mutant: Mutant, chosen: Sequence[str], copy: Path) -> str:
+    """Return which of the tests fails because of the mutant; "" if none does."""
+    others: list[str] = []
+    while len(others) < TRIES:
+        with _changed(mutant, copy):
+            failed = _first_failure([*chosen, *(f"--deselect={each}" for each in others)], copy)
+            if not failed:
+                return ""
+            fails_again = bool(_first_failure([failed], copy))
+        if fails_again and not _first_failure([failed], copy):
             return failed
-        steady.append(failed)
-    return ""
+        others.append(failed)
+    raise JudgingError(f"these fail without it, or not each time: {', '.join(others)}")
 
 
 def _first_failure(chosen: Sequence[str], copy: Path) -> str:

@@ -65,6 +65,11 @@ def test_a_test_that_fails_once_kills_nothing(repository):
     assert judged(repository, once, Change.BOUND).killed_by == ""
 
 
+def test_a_test_that_fails_without_the_mutant_too_kills_nothing(repository):
+    """As some do that ask for what a copy of the repository does not have."""
+    assert judged(repository, "assert False", Change.NEGATION).killed_by == ""
+
+
 def test_a_run_that_ends_without_a_failed_test_is_no_verdict(repository):
     """Such a mutant passed for killed, and nobody had looked at it."""
     with pytest.raises(JudgingError, match="pytest ended with 3"):
