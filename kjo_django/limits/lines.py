@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import Exists, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Exists, Max, OuterRef, Q, QuerySet, Subquery
 
 from kjo_django import states
 from kjo_django.conf import QueueConf
@@ -355,7 +355,23 @@ def fill(runtime: Runtime, name: str, most: int, wait: float, interval: float) -
             return most <= 0
         on_way = released_count(runtime, name)
         count = most - on_way
-        return count <= 0 or release(runtime, name, count, max(wait, on_way * interval)) == count
+        if count <= 0:
+            return True
+        if on_way and interval:
+            # One that came before these, as of its key, would be sent back into line.
+            wait = max(wait, on_way * interval, _seconds_until_due(runtime, name) + DUE_BEFORE)
+        return release(runtime, name, count, wait) == count
+
+
+def _seconds_until_due(runtime: Runtime, name: str) -> float:
+    """Return in how many seconds the last job of a limit is due that is on its way to a worker."""
+    on_way = rows(runtime).filter(limit=name, is_released=True).order_by()
+    latest = runtime.clock.now() + timedelta(seconds=AHEAD)
+    jobs = Job.objects.using(runtime.database).filter(
+        pk__in=on_way.values("job_id"), available_at__lte=latest
+    )
+    due = jobs.aggregate(due=Max("available_at"))["due"]
+    return 0.0 if due is None else float((due - runtime.clock.now()).total_seconds())
 
 
 def release(runtime: Runtime, name: str, count: int, wait: float) -> int:

@@ -16,6 +16,7 @@ from uuid import UUID
 import pytest
 from django.db import OperationalError, connection, connections
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from kjo_django.clock import Clock
 from kjo_django.engine.leases import LeaseBook
@@ -286,6 +287,27 @@ def test_a_worker_that_stops_releases_for_a_second_and_no_longer(
     duty.wake()
     duty.close()
     assert len(released()) == 3
+
+
+def test_a_job_that_is_released_later_is_due_no_earlier(
+    releaser: Releaser, standing_clock: Time
+) -> None:
+    """Before the first of its key it would be sent back into line, and be released at once, again
+    and again."""
+    slow = Limit("RATE:job:tests.line", rate("1/s"))
+    first, now = in_line(slow), releaser._runtime.clock.monotonic()
+    # Given a job that may start in four seconds, and is on its way
+    releaser.note({}, [], {slow: now + 4.0})
+    releaser.step()
+    # When another one gets in line behind it, a second later
+    standing_clock.advance(1.0)
+    second = in_line(slow)
+    releaser.note({}, [], {slow: 0.0})
+    releaser.step()
+    # Then
+    assert released() == [first, second]
+    due = dict(Job.objects.values_list("pk", "available_at"))
+    assert timezone.now() < due[first] <= due[second] < NEVER
 
 
 def test_a_slot_that_is_free_again_releases_the_next(releaser: Releaser, leases: LeaseBook) -> None:
