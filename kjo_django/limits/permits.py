@@ -8,7 +8,7 @@ many lanes it has; and who waits for an answer that another thread gets asks for
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -93,6 +93,8 @@ class Starting(Protocol):
     def is_in_transaction(self) -> bool: ...
     @property
     def limit_state(self) -> LimitState | None: ...
+    @property
+    def shard(self) -> object: ...
 
 
 def limit_state_of(delivery: Starting) -> LimitState:
@@ -163,6 +165,8 @@ class Permits:
                 state.comes_by = max(state.comes_by, since + FORGOTTEN_AFTER)
                 if state.permit is not None and state.permit.paces != state.paces:
                     self._return(delivery)
+            if len(deliveries) > 1:
+                self._order_keys(deliveries)
         try:
             with self._calling:
                 known = map(limit_state_of, deliveries)
@@ -173,6 +177,23 @@ class Permits:
                 self._asking.difference_update(map(id, deliveries))
                 for state in map(limit_state_of, deliveries):
                     state.comes_by = max(state.comes_by, state.permit_from + FORGOTTEN_AFTER)
+
+    def _order_keys(self, deliveries: Sequence[Starting]) -> None:
+        """Let deliveries of one key, which start in this order, wait in it: one that comes up again
+        was in line before, and each permit would be that of another one that waits for it. The
+        caller holds the lock."""
+        by_key: defaultdict[object, list[Starting]] = defaultdict(list)
+        for delivery in deliveries:
+            by_key[delivery.shard].append(delivery)
+        several = [alike for alike in by_key.values() if len(alike) > 1]
+        if not several:
+            return
+        places, line = {key: n for n, key in enumerate(self._line)}, list(self._line.values())
+        for alike in several:
+            theirs = sorted(places[id(delivery)] for delivery in alike)
+            for place, delivery in zip(theirs, alike, strict=True):
+                line[place] = delivery
+        self._line = {id(delivery): delivery for delivery in line}
 
     def _ask_for_all(self, names: Collection[str]) -> None:
         """Ask for every delivery here that waits for one of these rates."""

@@ -41,6 +41,7 @@ class Waiting:
 
     limit_state: LimitState
     is_in_transaction: bool = False
+    shard: object = field(default_factory=object)
 
 
 @dataclass
@@ -90,6 +91,25 @@ def test_all_that_wait_are_asked_for_together_and_in_order(coordination: Coordin
         <= second.limit_state.permit_from
         < third.limit_state.permit_from
     )
+
+
+def test_one_that_comes_up_again_waits_before_the_next_one_of_its_key(
+    coordination: Coordination,
+) -> None:
+    """The next one would get each permit, and start only after it: neither ever did."""
+    # Given three that wait, and the first of a key, which has started and comes up again
+    permits, (first, other, second, third) = coordination.permits(), several(4)
+    first.shard = second.shard = third.shard = "key"
+    permits.ask([first])
+    assert permits.use(first)
+    permits.note_start(first)
+    permits.ask([second])
+    permits.ask([other, third])
+    # When it asks together with those that have to start after it
+    permits.ask([first, second, third])
+    # Then it is before them, and they have kept the places of their key
+    moments = [each.limit_state.permit_from for each in (first, other, second, third)]
+    assert moments == sorted(moments)
 
 
 def test_whoever_waits_for_an_answer_asks_nothing_if_another_call_gets_it(

@@ -36,6 +36,7 @@ class Waiting:
 
     limit_state: LimitState
     is_in_transaction: bool = False
+    shard: object = field(default_factory=object)
 
 
 @dataclass
