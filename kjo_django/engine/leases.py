@@ -369,6 +369,9 @@ class LeaseBook:
         claim, wanted = self._coordination.claim_slots, [(name, count) for _, name, count in asks]
         slots = self._ask(lambda: claim(wanted, self.token, ttl, self._sign()))
         with self._lock:
+            # It may be about to be released, for a delivery that had it before.
+            leaving = self._leaving.intersection(slots)
+            slots = ["" if slot in leaving else slot for slot in slots]
             for (lease, _, _), slot in zip(asks, slots, strict=True):
                 if slot:
                     if slot in self._held:
@@ -376,6 +379,7 @@ class LeaseBook:
                     self._held[slot] = (ttl, 1)
                     self._slots.setdefault(lease, []).append(slot)
             self._unreleased.difference_update(slots)
+            self._unreleased |= leaving
         return [bool(slot) for slot in slots]
 
     def _note_lost(self, slot: str) -> None:

@@ -12,7 +12,7 @@ from kjo_django.coordination.base import Claim, slot_name
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import LOOK, RunningCall, TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.exceptions import JobCancelledError
+from kjo_django.exceptions import CoordinationError, JobCancelledError
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.faults.clock import Clock
 
@@ -75,6 +75,38 @@ def test_a_slot_that_is_given_back_while_it_is_asked_for_again_is_free(
     leases.renew()
     # Then another worker may have it
     assert takes_slot(living("other"), "theirs")
+
+
+def test_a_slot_cannot_be_taken_anew_while_it_is_released_late(
+    standing_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat released it just after a lane had taken it, and others ran beside that lane."""
+    # Given a slot that was given back, of which the worker has got no answer
+    leases, coordination = living("late"), get_coordination()
+    release, taken = coordination.release, list[bool]()
+    assert takes_slot(leases, "first")
+
+    def release_unanswered(*arguments: Any, **options: Any) -> None:
+        release(*arguments, **options)
+        raise CoordinationError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordination, "release", release_unanswered)
+        leases.release(["first"])
+
+    def release_later(names: Sequence[str], *arguments: Any, **options: Any) -> None:
+        if not taken:
+            taken.append(takes_slot(leases, "next"))
+        release(names, *arguments, **options)
+
+    monkeypatch.setattr(coordination, "release", release_later)
+    # When the next delivery asks for it while the heartbeat releases it
+    leases.show_alive()
+    # Then it is refused, and has the slot with the next heartbeat at the latest
+    assert taken == [False]
+    leases.show_alive()
+    assert takes_slot(leases, "next")
+    assert get_coordination().holders([SLOT]) == {SLOT: "late"}
 
 
 # --- Runs whose slot is another's -----------------------------------------------------------------
