@@ -203,6 +203,24 @@ def end_expired(attempt: Attempt, now: datetime | None = None) -> None:
         attempt.number = row.attempts
 
 
+def defer_limited(
+    attempts: Sequence[Attempt], may_start: Callable[[Sequence[Delivery]], Sequence[Delivery]]
+) -> list[Attempt]:
+    """Defer the attempts that their limits do not let start; return them.
+
+    :param attempts: those that have ended are left out.
+    :param may_start: returns which of deliveries with a limit may start.
+    """
+    limited = [each for each in attempts if each.ending is None and each.delivery.is_limited]
+    if not limited:
+        return []
+    starting = {*may_start([attempt.delivery for attempt in limited])}
+    refused = [attempt for attempt in limited if attempt.delivery not in starting]
+    for attempt in refused:
+        attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
+    return refused
+
+
 def limit_of(runtime: Runtime, queue: str, own: int, spent: int) -> int:
     """Return after how many attempts a job is dead-lettered.
 

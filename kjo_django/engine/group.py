@@ -183,7 +183,14 @@ class Pipeline:
         self._loop: LoopRunner | None = None
         if on_settled is not None:
             ended = EndedQueue(partial(self._settle_coroutines, on_settled), 0.0, self._recorder)
-            self._loop = LoopRunner(runtime, watch, ended, self._recorder, on_thread)
+            self._loop = LoopRunner(
+                runtime,
+                watch,
+                ended,
+                self._recorder,
+                on_thread,
+                use_permits=self.limiter.use_permits,
+            )
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -963,7 +970,7 @@ class Pipeline:
     ) -> list[Delivery]:
         """Admit coroutines and start those that may; returns the deferred."""
         attempts = self._admit_leased(deliveries)
-        self._take_permits(attempts)
+        admission.defer_limited(attempts, self.limiter.await_permits)
         if admitted := [attempt for attempt in attempts if attempt.ending is None]:
             running.update(attempt.delivery for attempt in admitted)
             try:
@@ -972,14 +979,6 @@ class Pipeline:
                 running.difference_update(attempt.delivery for attempt in admitted)
                 raise
         return self._settle([a for a in attempts if a.delivery not in running])
-
-    def _take_permits(self, attempts: Sequence[Attempt]) -> None:
-        """Take the permits of coroutines with a limit; one that may not start is deferred."""
-        limited = [a for a in attempts if a.ending is None and a.delivery.is_limited]
-        starting = {*self.limiter.take_permits([attempt.delivery for attempt in limited])}
-        for attempt in limited:
-            if attempt.delivery not in starting:
-                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
         """Decide what may run, and lease its rows. Of two records of one job one is deferred."""
@@ -1019,8 +1018,10 @@ class Pipeline:
         try:
             # Not on the loop: a back-off of somebody's own may take its time.
             for attempt in attempts:
-                failures.judge(self._runtime, attempt)
-                attempt.delivery.took = attempt.seconds if attempt.error is None else None
+                attempt.delivery.took = None
+                if attempt.ending is None:
+                    failures.judge(self._runtime, attempt)
+                    attempt.delivery.took = attempt.seconds if attempt.error is None else None
             back = set(self._settle(attempts))
             self.limiter.keep_places(back)
         except BaseException as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -71,8 +71,6 @@ class Delivery(Starting, Protocol):
     def record(self) -> Record: ...
     @property
     def queue(self) -> QueueConf: ...
-    @property
-    def shard(self) -> object: ...
     @property
     def lease(self) -> str: ...
     @property
@@ -496,26 +494,44 @@ class Limiter:
     # --- Starting ---------------------------------------------------------------------------------
 
     def take_permits(self, deliveries: Sequence[D]) -> list[D]:
-        """Wait for the moments of deliveries whose handlers are about to be called together; return
-        those that may start. Another one comes up again when it may."""
-        permits = self._permits
+        """Wait for the moments of deliveries whose handlers are about to be called together, and
+        use their permits; return those that may start. Another one comes up again when it may."""
+        return self.use_permits(self.await_permits(deliveries))
+
+    def await_permits(self, deliveries: Sequence[D]) -> list[D]:
+        """Wait for the moments of deliveries that start soon; return those that may, once their
+        permits are used. Another one comes up again when it may."""
+        return self._choose(deliveries, self._until_moments)
+
+    def use_permits(self, deliveries: Sequence[D]) -> list[D]:
+        """Use the permits of deliveries whose moments have come, and whose handlers are called
+        next; return those that may start. Another one was kept too long from its start, and comes
+        up again when it may."""
+        return self._choose(deliveries, lambda paced: filter(self._permits.use, paced))
+
+    def _choose(
+        self, deliveries: Sequence[D], permitted: Callable[[list[D]], Iterable[D]]
+    ) -> list[D]:
+        """Return those of the deliveries that may start, and put the others off.
+
+        :param permitted: returns which of those that need permits have got them.
+        """
         refused = {delivery for delivery in deliveries if self._has_lost_slot(delivery)}
         paced = [
             each
             for each in deliveries
             if limit_state_of(each).paces and each not in refused and not self._starts_again(each)
         ]
-        for delivery in paced:
-            permits.note_prepared(delivery)
-        permitted = {each for each in self._await_permits(paced) if permits.use(each)}
-        refused.update(each for each in paced if each not in permitted)
+        refused.update({*paced}.difference(permitted(paced)))
         if refused:
             self._put_off(refused)
         return [delivery for delivery in deliveries if delivery not in refused]
 
-    def _await_permits(self, paced: list[D]) -> list[D]:
+    def _until_moments(self, paced: list[D]) -> list[D]:
         """Wait for the moments of deliveries; return those that have a permit then."""
         permits, clock = self._permits, self._runtime.clock
+        for delivery in paced:
+            permits.note_prepared(delivery)
         for _ in range(TRIES):
             self._take_anew([each for each in paced if not permits.has_permit(each)])
             latest = clock.monotonic() + LONGEST_PREPARATION

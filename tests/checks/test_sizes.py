@@ -18,7 +18,7 @@ from kjo_django.garbage_collection import paused
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 295
 MOST_CLASSES = 591
-MOST_CORE_LINES = 29_800
+MOST_CORE_LINES = 29_830
 FEATURES = {"limits", "personal_data", "schedules", "workflows"}
 """Packages that came after the redesign; decision 170 says what they buy."""
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}

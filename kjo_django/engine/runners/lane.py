@@ -24,7 +24,7 @@ from operator import attrgetter
 from django.db import connections
 
 from kjo_django.engine import failures
-from kjo_django.engine.admission import HeldBack, end_expired
+from kjo_django.engine.admission import HeldBack, defer_limited, end_expired
 from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Departed, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
@@ -209,13 +209,8 @@ class LaneRunner:
     def _defer_what_may_not_start(self, calls: list[Attempt]) -> list[Attempt]:
         """Take the permits of calls that are about to be made, and take those out of the list that
         may not start; return these."""
-        limited = [attempt for attempt in calls if attempt.delivery.is_limited]
-        if not limited:
-            return []
-        starting = {*self._take_permits([attempt.delivery for attempt in limited])}
-        refused = [attempt for attempt in limited if attempt.delivery not in starting]
+        refused = defer_limited(calls, self._take_permits)
         for attempt in refused:
-            attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
             calls.remove(attempt)
         return refused
 

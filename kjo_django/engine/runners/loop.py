@@ -24,7 +24,8 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
-from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.admission import defer_limited
+from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.call import acall_step, in_steps
 from kjo_django.engine.handler.connections import freshen_connections, may_be_left_open
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -90,6 +91,7 @@ class LoopRunner:
     :param ended: takes what has ended.
     :param recorder: settles what waits there.
     :param on_thread: called first in the loop's thread.
+    :param use_permits: uses the permits of deliveries with a limit; returns those that may start.
     """
 
     def __init__(
@@ -99,7 +101,10 @@ class LoopRunner:
         ended: EndedQueue,
         recorder: Recorder,
         on_thread: Callable[[], None],
+        *,
+        use_permits: Callable[[Sequence[Delivery]], Sequence[Delivery]],
     ) -> None:
+        self._use_permits = use_permits
         self._runtime = runtime
         self._watch = watch
         self._ended = ended
@@ -219,7 +224,10 @@ class LoopRunner:
         try:
             self._running += 1
             try:
-                await acall_step(self._runtime, self._watch, step)
+                # A loop that a handler has kept busy may come to a start late.
+                defer_limited(step, self._use_permits)
+                if calls := [attempt for attempt in step if attempt.ending is None]:
+                    await acall_step(self._runtime, self._watch, calls)
             finally:
                 self._running -= 1
             if may_be_left_open(self._connections) or self._has_changed():

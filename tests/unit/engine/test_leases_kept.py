@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
+import pytest
 from django.db import connection
 
 from kjo_django import job
@@ -21,8 +22,9 @@ from tests.waiting import PATIENCE, wait_until
 pytestmark = both
 
 
+@pytest.mark.parametrize("where", ["lane", "loop"])
 def test_a_rated_coroutine_that_misses_its_permit_runs_when_it_has_another(
-    bench, forgotten_definitions, monkeypatch
+    where, bench, forgotten_definitions, monkeypatch
 ):
     """Its worker kept its row's lease, and deferred it for ever."""
     # Given
@@ -32,13 +34,17 @@ def test_a_rated_coroutine_that_misses_its_permit_runs_when_it_has_another(
     async def rated() -> None:
         ran.append(1)
 
-    take = bench.pipeline.limiter.take_permits
+    asked, name = {
+        "lane": (bench.pipeline.limiter, "await_permits"),
+        "loop": (bench.pipeline._loop, "_use_permits"),
+    }[where]
+    ask = getattr(asked, name)
     refusals = [lambda deliveries: []]
 
-    def take_permits(deliveries):
-        return (refusals.pop() if refusals else take)(deliveries)
+    def refuse_once(deliveries):
+        return (refusals.pop() if refusals else ask)(deliveries)
 
-    monkeypatch.setattr(bench.pipeline.limiter, "take_permits", take_permits)
+    monkeypatch.setattr(asked, name, refuse_once)
     rated.enqueue()
     # When
     (left,) = bench.run()

@@ -21,10 +21,12 @@ from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
+from kjo_django.limits.permits import EARLY
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.round_trips import GroupBudget
 from kjo_django.runtime import current_runtime, get_coordination
+from kjo_django.values import rate
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
@@ -181,6 +183,32 @@ def test_no_more_are_in_flight_than_the_queue_allows(configured):
     assert peak == [3]
 
 
+def test_a_busy_loop_lets_no_more_coroutines_start_than_their_rate(configured):
+    """Each has waited for its moment, and the loop comes to all of them in one turn."""
+    # Given a coroutine that keeps the loop busy until two others wait for it, a second apart
+    starts, is_busy = [], threading.Event()
+
+    async def keep_busy() -> None:
+        is_busy.set()
+        wait_until(lambda: len(running.worker._pipeline._loop._waiting) == 2)
+
+    async def note() -> None:
+        starts.append(time.monotonic())
+
+    with Running() as running:
+        as_job(keep_busy, atomic=False).enqueue()
+        assert is_busy.wait(PATIENCE)
+        # When
+        as_job(note, atomic=False, rate=rate("1/s")).enqueue_many([{}, {}])
+        wait_until(settled)
+    # Then
+    assert set(states()) == {"completed"}
+    first, second = starts
+    assert second - first >= 1.0 - EARLY
+    # And the late one has not used the start that it was permitted
+    assert Job.objects.filter(attempts=1).count() == 3
+
+
 def test_a_key_is_in_flight_once_and_in_order(configured, transport):
     # Given
     began, flying = defaultdict(list), set()
@@ -267,7 +295,7 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
 
     monkeypatch.setattr(LoopRunner, "_run_loop", broken)
     monkeypatch.setattr("kjo_django.engine.runners.loop.RESTART_DELAY", 0.2)
-    flight = LoopRunner(None, None, None, None, on_thread=lambda: None)
+    flight = LoopRunner(*[None] * 4, on_thread=lambda: None, use_permits=list)
     thread = threading.Thread(target=flight._run)
     thread.start()
     wait_until(lambda: len(tries) >= 3)
@@ -597,7 +625,7 @@ def test_a_lane_wakes_up_for_the_next_coroutine():
 
 def test_a_flight_that_never_began_closes():
     others = [mock.Mock() for _ in range(4)]
-    flight = LoopRunner(*others, on_thread=lambda: None)
+    flight = LoopRunner(*others, on_thread=lambda: None, use_permits=list)
     flight.close(0.1)
 
 
