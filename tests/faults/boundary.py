@@ -110,12 +110,15 @@ class Boundary:
             self._connections.items(), key=lambda each: each[0]._thread_ident != me
         ):
             with lock:
-                # SQLite keeps its lock while a cursor has rows to give, its connection closed or
-                # not.
-                for cursor in [each for each in self._cursors if each.db is connection]:
-                    with contextlib.suppress(Exception):
-                        cursor.close()
+                self.end_statements(connection._thread_ident)
                 _close_raw(connection)
+
+    def end_statements(self, thread_id: int | None) -> None:
+        """End what statements of a thread have to give. SQLite keeps its lock until then, whether
+        the connection is closed or not."""
+        for cursor in [each for each in self._cursors if each.db._thread_ident == thread_id]:
+            with contextlib.suppress(Exception):
+                cursor.close()
 
     def cross(
         self, name: str, effect: Callable[[], Any], fail: Callable[[bool], Any] | None = None

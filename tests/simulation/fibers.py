@@ -77,6 +77,10 @@ class Fiber:
 
     # --- Called by the schedule -------------------------------------------------------------------
 
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident
+
     def begin(self, function: Callable[[], object]) -> None:
         """Let the next ``resume`` begin this."""
         self._function, self.is_busy = function, True

@@ -16,10 +16,12 @@ from kjo_django.values import rate
 from tests.faults.boundary import Boundary, current
 from tests.faults.scenarios import QUEUE, Kinds, _key_of
 from tests.ledger.models import Entry
+from tests.simulation.fibers import Fiber, current_fiber
 
 LIMITS: dict[str, dict[str, Any]] = {
     "rated": {"rate": "2/3s", "burst": 2, "rate_key": "job"},
     "rated-outside": {"rate": "1/s", "atomic": False},
+    "rated-coroutine": {"rate": "1/s", "atomic": False},
     "slots": {"concurrency": 1, "concurrency_key": "job"},
     "slots-outside": {"concurrency": 1, "atomic": False, "concurrency_key": "job"},
     "two-slots-outside": {"concurrency": 2, "atomic": False},
@@ -46,6 +48,9 @@ class Run:
 
     limit: str
     boundary: Boundary
+    fiber: Fiber | None
+    is_given_up: bool = False
+    """Whether its thread was given up, and its slot with it."""
 
 
 class Round(threading.local):
@@ -77,6 +82,11 @@ class Limited:
         once more has been undone, and goes on in the same attempt: it starts once."""
         self._round.started = set()
 
+    def give_up(self, fiber: Fiber) -> None:
+        """Note that this thread was given up in the midst of a handler."""
+        for run in self._running:
+            run.is_given_up |= run.fiber is fiber
+
     def _declare(self, kind: str, **options: Any) -> Any:
         for name in ("rate_key", "concurrency_key"):
             if name in options:
@@ -94,7 +104,7 @@ class Limited:
                 if error := self._kinds.behave(job, ending):
                     raise error
 
-        handler: Any = awrite if kind == "slots-coroutine" else write
+        handler: Any = awrite if kind.endswith("coroutine") else write
         options["key"] = lambda job, ending: _key_of(job)
         return job(name=f"simulation.{kind}", queue=QUEUE, **options)(handler)
 
@@ -102,7 +112,7 @@ class Limited:
     def _run(self, kind: str, name: str) -> Iterator[None]:
         boundary = current()
         assert boundary is not None
-        run = Run(limit_of(kind, name), boundary)
+        run = Run(limit_of(kind, name), boundary, current_fiber())
         if name not in self._round.started:
             self._round.started.add(name)
             self.starts.setdefault(run.limit, []).append(time.monotonic())
@@ -119,7 +129,7 @@ class Limited:
     def _holds(self, run: Run) -> bool:
         """Return whether its process must still have the slot: it lives, and was not frozen."""
         is_fresh = time.monotonic() - self.renewed_at.get(run.boundary, 0.0) < LASTS
-        return is_fresh and not run.boundary.is_dead
+        return is_fresh and not run.boundary.is_dead and not run.is_given_up
 
     def problems(self) -> list[str]:
         """Return what does not hold, once everything has come to its end."""

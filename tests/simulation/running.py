@@ -10,9 +10,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from django.test import override_settings
 from django.utils import timezone
 
 from kjo_django import Workflow, chain, group, registry, states
+from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.models import DeadLetter, Job, Schedule
 from kjo_django.models import Workflow as WorkflowRow
 from kjo_django.operations import dead_letters, workflows
 from kjo_django.operations import jobs as operations
 from kjo_django.transports.database.transport import forget_groups
+from kjo_django.worker.lanes import Lanes
 from tests.databases import led_to, sqlite_settings
-from tests.faults.boundary import MOST_CALLS, Boundary, Died, Endless, current
+from tests.faults.boundary import MOST_CALLS, Boundary, Died, Endless, current, within
 from tests.faults.building import TASKS, built, kjo
 from tests.faults.clock import Clock
 from tests.faults.patterns import STREAM
@@ -47,6 +50,10 @@ from tests.simulation.limited import LIMITS, Limited, limit_of
 from tests.simulation.schedule import FLOWING, LIMITING, THREADS, TICKING, Step
 
 QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
+LEASE_LASTS = 10.0
+"""Seconds for which whoever has given a sign of life and renewed its leases keeps them."""
+MOST_ROUNDS = 3000
+"""Turns of all processes after which everything must have come to its end."""
 FROZEN = 3.0
 """Seconds after which a process that pauses in the midst of a step cannot renew its leases."""
 PREFIX = "simulation."
@@ -65,6 +72,8 @@ class SimulatedBoundary(Boundary):
         """Loops of its worker whose threads are not started: the schedule takes their steps."""
         self.loops: list[LoopRunner] = []
         """Of which the schedule runs the coroutines."""
+        self.replacements: list[Callable[[], object]] = []
+        """What lanes do first that take the places of threads that were given up."""
 
     def uses(self, connection: Any, cursor: Any = None) -> Any:
         if current_fiber() is None:
@@ -93,6 +102,7 @@ class Simulated(Process):
     :param fiber: returns a fiber for a thread of this name.
     :param on_renewed: called whenever it has renewed what it holds.
     :param on_round: called before each round of one of its threads.
+    :param on_lost: called with the leases that it has lost and not given back.
     """
 
     def __init__(
@@ -103,6 +113,7 @@ class Simulated(Process):
         clock: Clock,
         on_renewed: Callable[[float], None],
         on_round: Callable[[], None],
+        on_lost: Callable[[Sequence[str]], None],
     ) -> None:
         self.simulated = boundary
         self._clock = clock
@@ -111,6 +122,11 @@ class Simulated(Process):
         super().__init__(name, QUEUES, boundary, lanes=2, ticks=True)
         self._fiber = fiber
         self.fibers: dict[str, Fiber] = {}
+        self._had_at: dict[str, float] = {}
+        """When coordination last surely had each lease of this process, which keeps it unless it
+        gives it back."""
+        self._on_lost = on_lost
+        self._watch_leases(self.worker.leases)
         for each in registry.handlers():
             # As if each had run before: nobody knows how long an unknown one takes, and it runs
             # alone.
@@ -133,7 +149,7 @@ class Simulated(Process):
             "beat": self._beat,
             "relay": self._relay,
             "poll": self._poll_all,
-            "lane": lambda: self.worker.lanes.run_group(0.0),
+            "lane": self._run_lane,
             "loop": self._run_coroutine,
             "record": self._record,
             "line": self._advance_lines,
@@ -141,6 +157,26 @@ class Simulated(Process):
         }
         self._on_round()
         return self._step(steps[name.removesuffix("-2")])
+
+    def hang(self, lane: str) -> Fiber | None:
+        """Let the handler that a lane has begun hang, for so long that its thread is given up;
+        return that thread, which may go on. None: the lane is in no handler."""
+        fiber, other, watch = self.fiber(lane), self.fiber(f"hung-{lane}"), self.worker._watch
+        calls = [call for call in watch.calls if call.thread_id == fiber.thread_id]
+        if not calls or other.is_busy:
+            return None
+        # It hangs after the call at which it has paused.
+        self.simulated.end_statements(fiber.thread_id)
+        for call in calls:
+            call.is_over = True
+            with within(self.boundary):
+                watch._act_on(call)
+        if not self.simulated.replacements:
+            return None
+        fiber.lose_connection()
+        self.fibers |= {lane: other, f"hung-{lane}": fiber}
+        fiber.name, other.name = other.name, fiber.name
+        return fiber
 
     def turn(self, *, beats: bool = True) -> bool:
         done = [self.part("beat")] if beats else []
@@ -159,6 +195,69 @@ class Simulated(Process):
         self._on_renewed(began)
         return False
 
+    def _watch_leases(self, leases: Any) -> None:
+        """Note which leases coordination surely has for this process."""
+        claim, claim_slots = leases.claim, leases.claim_slots
+        settle_within = leases.settle_within
+        renew, show_alive = leases.renew, leases.show_alive
+
+        def claiming(deliveries: Sequence[Delivery], ttl: timedelta | None = None) -> Any:
+            answers = claim(deliveries, ttl)
+            self._note_claims([each.lease for each in deliveries if not each.has_own_lease])
+            return answers
+
+        def claiming_slots(asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> Any:
+            answers = claim_slots(asks, ttl)
+            self._note_claims([slot for lease, *_ in asks for slot in leases._slots.get(lease, ())])
+            return answers
+
+        def settling(using: str, deliveries: Sequence[Delivery]) -> Any:
+            settled = settle_within(using, deliveries)
+            self._forget_leases(each.lease for each in settled)
+            return settled
+
+        def renewing() -> bool:
+            is_renewed: bool = renew()
+            if is_renewed:
+                self._look_for_lost_leases()
+            return is_renewed
+
+        def showing_alive() -> None:
+            shown_at = leases._shown_at
+            show_alive()
+            if time.monotonic() - shown_at > LEASE_LASTS:
+                self._had_at.clear()  # others may have thought it dead meanwhile
+
+        leases.claim, leases.claim_slots = claiming, claiming_slots
+        leases.settle_within = settling
+        leases.renew, leases.show_alive = renewing, showing_alive
+
+    def _mine(self, names: Sequence[str]) -> set[str]:
+        """Return which of these leases this process has, as coordination says."""
+        leases = self.worker.leases
+        with within(None):
+            owners = leases._coordination.holders(list(names)) if names else {}
+        return {name for name, owner in owners.items() if owner == leases.token}
+
+    def _note_claims(self, names: Sequence[str]) -> None:
+        self._forget_leases(names)
+        self._had_at.update(dict.fromkeys(self._mine(names), time.monotonic()))
+
+    def _forget_leases(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._had_at.pop(name, None)
+
+    def _look_for_lost_leases(self) -> None:
+        """Look for leases that this process had a moment ago and has no more, though it has given
+        none of them back, and was not thought dead."""
+        held, now = self.worker.leases._held, time.monotonic()
+        self._forget_leases([name for name in self._had_at if name not in held])
+        mine = self._mine(sorted(self._had_at))
+        lost = [name for name in self._had_at if name not in mine and name in held]
+        self._on_lost([name for name in lost if now - self._had_at[name] < LEASE_LASTS])
+        self._forget_leases(lost)
+        self._had_at.update(dict.fromkeys(mine & {*self._had_at}, now))
+
     def _relay(self) -> bool:
         before = self.worker._relay.published_count
         self.worker._relay.step()
@@ -170,6 +269,14 @@ class Simulated(Process):
             poller.step()
             self._check()
         return sum(poller.polled_count for poller in self.worker.pollers) > before
+
+    def _run_lane(self) -> bool:
+        try:
+            if self.simulated.replacements:
+                self.simulated.replacements.pop(0)()
+            return self.worker.lanes.run_group(0.0)
+        finally:
+            self.worker._watch.forget(threading.get_ident())
 
     def _run_coroutine(self) -> bool:
         """Run one coroutine outside a transaction to its end."""
@@ -190,6 +297,8 @@ class Simulated(Process):
     def stop(self) -> None:
         """Let the coroutines that run end first."""
         self.worker.scheduler.stop()
+        while self.simulated.replacements:
+            self.part("lane")
         while self.part("loop") or self.part("record"):
             pass
         super().stop()
@@ -228,6 +337,8 @@ class Simulation(World):
             owner = getattr(target, "__self__", None)
             if isinstance(boundary, SimulatedBoundary) and isinstance(owner, LoopRunner):
                 boundary.loops.append(owner)
+            elif isinstance(boundary, SimulatedBoundary) and isinstance(owner, Lanes):
+                boundary.replacements += getattr(thread, "_args", ())
             elif isinstance(boundary, SimulatedBoundary) and hasattr(owner, "step"):
                 boundary.steppers.append(owner)
             elif thread.name != "kjo-relay-leases":
@@ -257,6 +368,7 @@ class Simulation(World):
         self._spans: dict[str, tuple[int, int]] = {}
         """When each request that enqueued a job began and ended."""
         self.struck_count = 0
+        self.lost_leases: list[str] = []
         self.debounced: set[str] = set()
         """The names of payloads, of which a later one replaces those that have not begun."""
         self._started = 0
@@ -288,17 +400,20 @@ class Simulation(World):
 
     def end(self) -> None:
         for process in list(self.by_number.values()):
+            process.boundary.call_count = 0  # what it has to do to end is not what went on for ever
             if process.busy:
                 process.die()
             self._forget(process)
         super().end()
 
     def problems(self) -> list[str]:
-        """Look also for payloads that ran although their job was given another one."""
+        """Look also for leases that were lost, and for payloads that ran although their job was
+        given another one."""
         stored = {_name_of(job) for job in Job.objects.all()}
         ran = set(Entry.objects.filter(job__in=self.debounced).values_list("job", flat=True))
         replaced = [f"{name} ran and was replaced" for name in ran - stored]
-        return super().problems() + replaced + self.limited.problems()
+        lost = [f"{name} was lost, though nobody gave it back" for name in self.lost_leases]
+        return super().problems() + replaced + self.limited.problems() + lost
 
     # --- Steps ------------------------------------------------------------------------------------
 
@@ -316,6 +431,8 @@ class Simulation(World):
                 self._bury(process)
             elif step.action == "stop":
                 self._stop(process)
+            elif step.action == "hang":
+                self._hang(process, *step.what)
             else:
                 self._act(process, step)
 
@@ -503,6 +620,7 @@ class Simulation(World):
             self.clock,
             partial(renewed_at.__setitem__, boundary),
             self.limited.begin_round,
+            self.lost_leases.extend,
         )
         self.by_number[number] = process
         self.processes.append(process)
@@ -521,6 +639,12 @@ class Simulation(World):
         if not process.boundary.is_dead:
             self._forget(process)
 
+    def _hang(self, process: Simulated, lane: str) -> None:
+        """Let a lane's handler hang. What it does outside a transaction may be done twice."""
+        if fiber := process.hang(lane):
+            self.limited.give_up(fiber)
+            self.is_calm = False
+
     def _bury(self, process: Simulated) -> None:
         has_begun = bool(process.busy) or process.boundary.is_dead
         process.die()
@@ -538,7 +662,9 @@ class Simulation(World):
 
     def recover(self) -> None:
         rounds, beats = iter(ROUNDS), True
-        while True:
+        for number in count():
+            if number == MOST_ROUNDS:
+                raise Endless(f"{Job.objects.unfinished().count()} jobs are put off for ever")
             has_done, beats = self._turn_all(beats), False
             if has_done:
                 rounds = iter(ROUNDS)  # each of many may ask to be waited for

@@ -51,11 +51,16 @@ KINDS = (
     *("debounced", "levels"),
 )
 LIMITED = (
-    *("rated", "rated-outside", "rate-and-slots"),
+    *("rated", "rated-outside", "rated-coroutine", "rate-and-slots"),
     *("slots", "slots-outside", "two-slots-outside", "slots-coroutine"),
 )
 """Kinds with limits, which some jobs of some of the schedules that were drawn are given."""
 ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
+LANES = ("lane", "lane-2")
+IN_HANDLER = "INSERT ledger"
+"""How the name of the call begins that a handler makes."""
+HANGING = ("atomic", "outside", "outside", "batch-outside", "rated-outside", "slots-outside")
+"""Kinds of which one hangs in the midst of a group."""
 MOST_PROCESSES = 3
 UNIQUE_IDS = ("u0", "u1")
 RELAYING = ("others", "produce", "relay", "enqueue")
@@ -66,7 +71,7 @@ THEMES = ((), (), RELAYING, GROUPS, GROUPS, REPLAYING)
 POINTS = {
     "web": ("", "", "INSERT", "UPDATE", "commit"),
     "produce": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
-    "beat": ("",),
+    "beat": ("", "", "coordination.release"),
     "relay": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
     "poll": ("", "subscription.poll", "UPDATE", "DELETE", "commit"),
     "lane": (
@@ -109,6 +114,8 @@ def drawn(seed: int, count: int) -> list[Step]:
     steps = _with_limits(steps, random.Random(f"limits {seed}"))
     steps = _with_ticks(steps, random.Random(f"ticks {seed}"))
     steps = _with_flows(steps, random.Random(f"flows {seed}"))
+    steps = _with_hangs(steps, random.Random(f"hangs {seed}"))
+    steps = _with_late_releases(steps, random.Random(f"releases {seed}"))
     return _with_deaths(steps, random.Random(f"deaths {seed}"))
 
 
@@ -231,12 +238,90 @@ def _with_flows(steps: list[Step], chance: random.Random) -> list[Step]:
     return found
 
 
+def _with_hangs(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return the schedule with handlers that hang until their threads are given up, one time in
+    three: some of those that pause there, and others in the midst of a group."""
+    if chance.random() > 1 / 3:
+        return steps
+    found, kinds = list[Step](), chance.sample(HANGING, chance.choice((1, 1, 2)))
+    for number, step in enumerate(steps):
+        found.append(step)
+        if step.action in LANES and step.fault and step.at == IN_HANDLER and chance.random() < 0.5:
+            found += _hang(step.who, step.action, chance)
+        if number >= MOST_PROCESSES and chance.random() < 0.02:
+            found += _hanging_work(number, kinds, chance)
+    return found
+
+
+def _hang(who: int, lane: str, chance: random.Random) -> list[Step]:
+    """Return the steps in which a handler that pauses hangs, and its thread is given up."""
+    found = [Step(chance.choice(("record", "beat", "loop")), who)]
+    found += [Step("hang", who, (lane,)), Step(lane, who)]
+    found.insert(chance.randrange(2, 4), Step("go", who, (f"hung-{lane}",)))
+    return found
+
+
+def _hanging_work(number: int, kinds: Sequence[str], chance: random.Random) -> list[Step]:
+    """Return the steps in which one handler of a group hangs."""
+    sender, *_ = everybody = chance.sample(range(MOST_PROCESSES), MOST_PROCESSES)
+    jobs: list[str] = []
+    for each in range(chance.choice((2, 3, 5))):
+        ending = chance.choice(("retried", *ENDINGS))
+        jobs += chance.choice(kinds), f"fhang{number}.{each}", ending
+    found = [Step("enqueue", sender, tuple(jobs)), Step("relay", sender)]
+    for who in everybody:
+        lane, fault, nth = chance.choice(LANES), chance.choice(CALM).value, chance.choice(NTH[:6])
+        found += [Step("poll", who), Step("poll", who)]
+        found.append(Step(lane, who, fault=fault, at=IN_HANDLER, nth=nth))
+        found += _hang(who, lane, chance)
+    return found
+
+
+def _is_calm(steps: Sequence[Step]) -> bool:
+    """Return whether nothing worse than a pause befalls anybody."""
+    calm = {"", *(fault.value for fault in CALM)}
+    return all(step.fault in calm and step.action != "die" for step in steps)
+
+
+def _with_late_releases(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return a schedule of outages in which leases are released late, one time in three: while
+    others take them anew."""
+    if chance.random() > 1 / 3 or _is_calm(steps):
+        return steps
+    found = list(steps)
+    for number in range(chance.choice((1, 2, 3))):
+        at = chance.randrange(MOST_PROCESSES, len(found) + 1)
+        found[at:at] = _late_release(number, chance)
+    return found
+
+
+def _late_release(number: int, chance: random.Random) -> list[Step]:
+    """Return the steps in which a lease is not released when its job has failed, and is while the
+    job's next attempt takes it."""
+    everybody = chance.sample(range(MOST_PROCESSES), MOST_PROCESSES)
+    ending, pause = chance.choice(("retried", "paused", *ENDINGS)), CallFault.PAUSES_BEFORE.value
+    found, kind = list[Step](), chance.choice((*HANGING[1:], "slots-coroutine"))
+    for fault in (chance.choice(("raises-before", "raises-after")), ""):
+        # The next one may take the slot of the first.
+        job = kind, f"flate{number}.{bool(fault):d}", ending
+        found += [Step("enqueue", everybody[0], job), Step("relay", everybody[0])]
+        for who in everybody:
+            found += [Step("poll", who), Step("poll", who)]
+            release = "coordination.release"
+            if fault:
+                found.append(Step("lane", who, fault=fault, at=release))
+                continue
+            found.append(Step("beat", who, fault=pause, at=release))
+            found.append(Step("lane", who, fault=pause, at=IN_HANDLER))
+            found += [Step("go", who, ("beat",)), Step("beat", who), Step("go", who, ("lane",))]
+        found.append(Step("time", seconds=chance.choice((2.0, 5.0))))
+    return found
+
+
 def _with_deaths(steps: list[Step], chance: random.Random) -> list[Step]:
     """Return a schedule of workflows and outages with workers that end right after a lane's step:
     they may have steps that they have released and not begun."""
-    calm = [fault.value for fault in CALM]
-    is_calm = not any(step.fault not in ("", *calm) or step.action == "die" for step in steps)
-    if is_calm or not any(step.action == "flow" for step in steps):
+    if _is_calm(steps) or not any(step.action == "flow" for step in steps):
         return steps
     found = []
     for step in steps:

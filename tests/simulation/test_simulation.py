@@ -13,12 +13,14 @@ import pytest
 
 from kjo_django.coordination.starts import Permit
 from kjo_django.engine.direct_steps import DirectSteps
+from kjo_django.engine.group import Pipeline
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.limits.limiter import Limiter
-from kjo_django.models import NEVER, Job
+from kjo_django.models import NEVER, Job, JobFailure
 from kjo_django.store.base import Store
 from kjo_django.workflows import countdown
 from kjo_django.workflows.countdown import _Advance
+from tests.simulation import running
 from tests.simulation.__main__ import STEPS, TRANSPORTS, problems_of, really_now
 from tests.simulation.fibers import CallFault
 from tests.simulation.running import Simulation
@@ -322,6 +324,115 @@ def test_a_limit_that_is_not_obeyed_is_found(
         monkeypatch.setattr(Limiter, "_ask_slots", lambda self, *asked: None)
     # Then
     assert any("2 jobs of" in problem for problem in problems_of(simulation, steps))
+
+
+@in_memory
+def test_a_late_start_of_a_coroutine_that_is_not_refused_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two coroutines that were permitted to start one after the other, and come together
+    steps = [Step("start", 0)]
+    for number in range(2):
+        steps += [Step("enqueue", 0, ("rated-coroutine", f"f{number}", "completed"))]
+        steps += [Step(action, 0) for action in ("relay", "poll", "poll", "lane")]
+        steps += [Step("time", seconds=2.0)] * (1 - number)
+    steps += [Step("loop", 0), Step("loop", 0), Step("record", 0)]
+    assert problems_of(simulation, steps) == []
+    # When the late one starts all the same
+    monkeypatch.setattr(Limiter, "use_permits", lambda self, deliveries: deliveries)
+    # Then
+    assert "2 jobs of rated-coroutine start" in " ".join(problems_of(simulation, steps))
+
+
+@in_memory
+def test_a_coroutine_that_is_refused_and_keeps_its_row_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a coroutine whose permit has become old when it comes to start
+    steps = [Step("start", 0), Step("enqueue", 0, ("rated-coroutine", "f0", "completed"))]
+    steps += [Step(action, 0) for action in ("relay", "poll", "poll", "lane")]
+    steps += [Step("time", seconds=2.0), Step("loop", 0), Step("record", 0)]
+    assert problems_of(simulation, steps) == []
+    # When leases of rows are not given back
+    monkeypatch.setattr(LeaseBook, "_give_back_rows", lambda self, left: None)
+    monkeypatch.setattr(running, "MOST_ROUNDS", 100)
+    # Then
+    assert problems_of(simulation, steps) == ["1 jobs are put off for ever"]
+
+
+HANGING = [
+    Step("start", 0),
+    Step("enqueue", 0, ("outside", "f0", "retried", "outside", "f1", "completed")),
+    *(Step(action, 0) for action in ("relay", "poll", "poll")),
+    Step("lane", 0, fault="pauses-before", at="INSERT ledger", nth=1),
+    Step("hang", 0, ("lane",)),
+    Step("lane", 0),
+    Step("go", 0, ("hung-lane",)),
+]
+"""The second handler of a group hangs, and goes on when its thread is given up."""
+
+
+@in_memory
+def test_a_thread_whose_handler_hangs_is_given_up(simulation: Simulation) -> None:
+    assert problems_of(simulation, HANGING) == []
+    calls = [call.partition(" ")[2] for call in simulation.trace]
+    # What ran before it is settled by the thread that takes its place
+    assert "lane INSERT kjo_job_failure" in calls
+    # And it has no effect when it goes on
+    assert not any(call.startswith("hung-lane commit") for call in calls)
+    (failure,) = JobFailure.objects.filter(error__contains="its thread was given up")
+    assert failure.job.arguments["job"] == "f1"
+
+
+@in_memory
+def test_what_a_thread_that_is_given_up_keeps_for_ever_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an engine that settles what ran before a handler that hangs, and keeps its row
+    abandon = Pipeline.abandon
+
+    def abandoning(pipeline: Pipeline, *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(LeaseBook, "let_rows_go", lambda self, ids: None)
+            return abandon(pipeline, *arguments)
+
+    monkeypatch.setattr(Pipeline, "abandon", abandoning)
+    monkeypatch.setattr(running, "MOST_ROUNDS", 100)
+    # Then
+    assert problems_of(simulation, HANGING) == ["2 jobs are put off for ever"]
+
+
+@in_memory
+def test_a_lease_that_is_released_under_who_has_taken_it_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a lease that was not released when its job failed, and is while its retry takes it
+    steps = [
+        Step("start", 0),
+        Step("enqueue", 0, ("outside", "f0", "retried")),
+        *(Step(action, 0) for action in ("relay", "poll", "poll")),
+        Step("lane", 0, fault="raises-before", at="coordination.release"),
+        Step("time", seconds=5.0),
+        *(Step(action, 0) for action in ("relay", "poll", "poll")),
+        Step("beat", 0, fault="pauses-before", at="coordination.release"),
+        Step("lane", 0, fault="pauses-before", at="INSERT ledger"),
+        Step("go", 0, ("beat",)),
+        Step("beat", 0),
+    ]
+    assert problems_of(simulation, steps) == []
+    # When nobody heeds that
+    claim = LeaseBook.claim
+
+    def claiming(book: LeaseBook, *arguments: Any) -> Any:
+        leaving, book._leaving = book._leaving, set()
+        try:
+            return claim(book, *arguments)
+        finally:
+            book._leaving = leaving
+
+    monkeypatch.setattr(LeaseBook, "claim", claiming)
+    # Then
+    assert any("was lost" in problem for problem in problems_of(simulation, steps))
 
 
 @in_memory
