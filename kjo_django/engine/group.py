@@ -348,7 +348,10 @@ class Pipeline:
                     self._ended.pop(ended, None)
                     self._recorder.forget(ended)
                     ended.settle()
-            return self._defer(self._judge_hung(deliveries, hung))
+            left = self._judge_hung(deliveries, hung)
+            self._leases.give_back_rows(left)
+            self.limiter.keep_places([each for each in left if each.attempt is None])
+            return self._defer(left)
         except BaseException:
             self._leases.spend([delivery for _, _, delivery in hung])
             raise

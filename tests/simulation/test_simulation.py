@@ -403,6 +403,23 @@ def test_what_a_thread_that_is_given_up_keeps_for_ever_is_found(
 
 
 @in_memory
+def test_a_job_that_was_undone_with_one_that_hung_keeps_its_place_in_line(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a job with a slot, one that hangs in its transaction, and the next job of its key
+    jobs = ("slots", "k0", "completed", "atomic", "f1", "completed", "slots", "k2", "completed")
+    steps = [*HANGING[:-2], Step("lane", 0, fault="pauses-after", at="coordination.release")]
+    steps[1] = Step("enqueue", 0, jobs)
+    # When its worker dies, and the line has gone on before
+    steps += [Step(action, 0) for action in ("line", "relay", "die")]
+    # Then another one keeps the order
+    assert problems_of(simulation, steps) == []
+    # And would not, had nobody noted that the first job has started
+    monkeypatch.setattr(Limiter, "keep_places", lambda self, deliveries: None)
+    assert any("ran in the order" in problem for problem in problems_of(simulation, steps))
+
+
+@in_memory
 def test_a_lease_that_is_released_under_who_has_taken_it_is_found(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
