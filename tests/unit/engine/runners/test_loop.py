@@ -614,6 +614,61 @@ def test_after_a_quiet_time_coroutines_start_slowly_again():
     assert len(started(lanes)) == 100
 
 
+def ramped(ramp_up: float, clock: Clock, count: int = 1000) -> GroupScheduler:
+    """So many coroutines that wait for their start."""
+    budget = GroupBudget(1.0)
+    lanes = GroupScheduler(2, group_size=10, budget=budget, ramp_up=ramp_up, clock=clock)
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(count))
+    return lanes
+
+
+def test_a_few_coroutines_a_second_start_one_by_one():
+    clock = SetClock()
+    lanes = ramped(2, clock)
+    numbers = []
+    for _ in range(4):
+        numbers.append(len(started(lanes)))
+        clock.at += 0.5
+    assert numbers == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("took", "count"), [(0.1, 12), (0.2, 11)])
+def test_some_hundredths_of_a_second_more_do_not_make_a_coroutine_slow(took, count):
+    # Given a handler that has taken a millisecond once
+    lanes = ramped(100, SetClock())
+    running = started(lanes)
+    lanes.finish_departed(ended(running[:1], 0.001))
+    running = running[1:] + started(lanes)
+    assert len(running) == 11
+    # When it takes more than twice as long
+    lanes.finish_departed(ended(running[:1], took))
+    assert len(running[1:] + started(lanes)) == count
+
+
+def test_after_coroutines_that_ran_alone_as_many_start_at_once_as_after_none():
+    # Given one that has run by itself
+    lanes = ramped(100, SetClock(), 1)
+    lanes.finish_departed(ended(started(lanes), 0.1))
+    # When
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    assert len(started(lanes)) == 10
+
+
+def test_how_quick_a_coroutine_was_is_forgotten_when_none_runs():
+    """Its server may be another one by then."""
+    # Given ten that were quick
+    clock = SetClock()
+    lanes = ramped(100, clock, 10)
+    lanes.finish_departed(ended(started(lanes), 0.1))
+    # When those of a slower server complete
+    clock.at += 60
+    lanes.put(delivery(None, handler=CONCURRENT) for _ in range(1000))
+    running = started(lanes)
+    lanes.finish_departed(ended(running[1:], 3.0))
+    # Then each lets two start
+    assert len(started(lanes)) == 2 * (len(running) - 1)
+
+
 def test_a_lane_wakes_up_for_the_next_coroutine():
     # Given all that may start now started, and nothing that ends
     lanes = GroupScheduler(1, group_size=10, budget=GroupBudget(1.0), ramp_up=100)
